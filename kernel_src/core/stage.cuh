@@ -1,0 +1,35 @@
+// Staging in shared memory: a row is copied there once, asynchronously where the chip can (sm_80 on), and each pass reads it from there.
+// A thread only ever reads the vectors it staged itself, so no barrier is needed. Against a row in registers this keeps the code of all
+// row lengths one short loop, and a thread's loads in flight without holding registers.
+#pragma once
+
+#include <cstdint>
+
+#include "vec.cuh"
+
+namespace ltx_kernels {
+
+__device__ __forceinline__ void copy_async_16(void* target, const void* source) {
+#if __CUDA_ARCH__ >= 800
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(target));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
+#else
+  *static_cast<int4*>(target) = *static_cast<const int4*>(source);
+#endif
+}
+
+__device__ __forceinline__ void copy_async_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most kPending of this thread's committed groups are still on their way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+}  // namespace ltx_kernels

@@ -1,0 +1,143 @@
+// What the CPU kernels have in common: rows of any dtype as fp32 and back, in loops that compilers vectorise on every architecture.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../core/operand.h"
+
+// Compiled for AVX2 as well and chosen at load, where the compiler and the system can: wheels are built for the oldest x86-64.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define LTX_KERNELS_MULTIVERSION __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define LTX_KERNELS_MULTIVERSION
+#endif
+
+namespace ltx_kernels {
+
+template <typename To, typename From>
+inline To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+inline float bfloat16_to_float(uint16_t bits) { return bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+// To nearest, ties to even; a NaN stays one.
+inline uint16_t float_to_bfloat16(float value) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t nan = (bits >> 16) | 0x40u;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+// The exponent is rebased by a multiplication, which also normalises subnormal halves.
+inline float float16_to_float(uint16_t half) {
+  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
+  const uint32_t finite = bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112f);
+  const uint32_t bits = (half & 0x7c00u) == 0x7c00u ? (magnitude | 0x7f800000u) : finite;
+  return bit_cast<float>(bits | static_cast<uint32_t>(half & 0x8000u) << 16);
+}
+
+inline uint16_t float_to_float16(float value) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  // Adding 0.5 lines a subnormal result's last bit up with the end of the significand: the addition rounds it.
+  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
+  const uint32_t half = magnitude >= 0x47800000u ? special : (magnitude < 0x38800000u ? subnormal : normal);
+  return static_cast<uint16_t>(half | (bits >> 16 & 0x8000u));
+}
+
+inline void load_row(const Operand& operand, int64_t offset, int64_t count, float* values) {
+  switch (operand.dtype) {
+    case Dtype::kFloat32:
+      std::memcpy(values, static_cast<const float*>(operand.data) + offset, count * sizeof(float));
+      return;
+    case Dtype::kFloat16: {
+      const uint16_t* source = static_cast<const uint16_t*>(operand.data) + offset;
+      for (int64_t i = 0; i < count; ++i) values[i] = float16_to_float(source[i]);
+      return;
+    }
+    case Dtype::kBFloat16: {
+      const uint16_t* source = static_cast<const uint16_t*>(operand.data) + offset;
+      for (int64_t i = 0; i < count; ++i) values[i] = bfloat16_to_float(source[i]);
+      return;
+    }
+  }
+}
+
+inline void store_row(const Operand& operand, int64_t offset, int64_t count, const float* values) {
+  switch (operand.dtype) {
+    case Dtype::kFloat32:
+      std::memcpy(static_cast<float*>(operand.data) + offset, values, count * sizeof(float));
+      return;
+    case Dtype::kFloat16: {
+      uint16_t* target = static_cast<uint16_t*>(operand.data) + offset;
+      for (int64_t i = 0; i < count; ++i) target[i] = float_to_float16(values[i]);
+      return;
+    }
+    case Dtype::kBFloat16: {
+      uint16_t* target = static_cast<uint16_t*>(operand.data) + offset;
+      for (int64_t i = 0; i < count; ++i) target[i] = float_to_bfloat16(values[i]);
+      return;
+    }
+  }
+}
+
+// The values a tensor of this dtype would hold.
+inline void round_row(Dtype dtype, int64_t count, float* values) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return;
+    case Dtype::kFloat16:
+      for (int64_t i = 0; i < count; ++i) values[i] = float16_to_float(float_to_float16(values[i]));
+      return;
+    case Dtype::kBFloat16:
+      for (int64_t i = 0; i < count; ++i) values[i] = bfloat16_to_float(float_to_bfloat16(values[i]));
+      return;
+  }
+}
+
+// Σ f(i), in 16 lanes that vectorise: a single running sum may not be reordered, and loses accuracy in long rows.
+template <typename F>
+inline float sum_row(int64_t count, F&& f) {
+  constexpr int kLanes = 16;
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += f(i + lane);
+  }
+  for (; i < count; ++i) lanes[i % kLanes] += f(i);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  return lanes[0];
+}
+
+// Where row number `row` starts in each operand.
+class RowOffsets {
+ public:
+  RowOffsets(int64_t row, const Rows& rows) {
+    index_[2] = row % rows.sizes[2];
+    index_[1] = row / rows.sizes[2] % rows.sizes[1];
+    index_[0] = row / rows.sizes[2] / rows.sizes[1];
+  }
+  int64_t of(const Operand& operand) const {
+    return index_[0] * operand.strides[0] + index_[1] * operand.strides[1] + index_[2] * operand.strides[2];
+  }
+
+ private:
+  int64_t index_[Rows::kDims];
+};
+
+// Rows a task: about 32 KB of fp32, so that short rows are not dispatched one by one.
+inline int64_t row_grain(int64_t hidden) { return hidden < 8192 ? 8192 / (hidden > 0 ? hidden : 1) : 1; }
+
+}  // namespace ltx_kernels

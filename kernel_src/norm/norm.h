@@ -1,0 +1,61 @@
+// The sentence of every norm-like op, as plain data:
+//   h = residual + (gate + gate_table)·x,  or x without a residual
+//   y = activation((norm(h)·(weight_offset + weight) + bias)·(1 + scale + scale_table) + (shift + shift_table))
+#pragma once
+
+#include "../core/operand.h"
+
+namespace ltx_kernels {
+
+enum class Statistic : int32_t { kNone, kRms, kLayer };  // kNone: only new_residual is wanted
+
+// Operands are [*rows, hidden]; one without data is left out of the sentence.
+struct NormParams {
+  Rows rows;
+  Statistic statistic = Statistic::kRms;
+  Operand x;
+  Operand residual, gate, gate_table;
+  Operand weight, bias;  // [hidden]
+  Operand scale, scale_table, shift, shift_table;
+  Operand y;
+  Operand new_residual;
+  float* rstd = nullptr;  // [rows], kept for a backward
+  float eps = 0.f;
+  float weight_offset = 0.f;
+  bool cast_before_weight = false;  // round norm(h) to y's dtype before the weight, as Llama does
+  bool silu = false;
+};
+
+// Gradients of y = norm(x)·(weight_offset + weight) for the rms statistic.
+struct NormBackwardParams {
+  Rows rows;
+  Operand grad_y, x;            // [*rows, hidden]
+  Operand weight;               // [hidden]
+  Operand grad_x;               // [*rows, hidden], no data: not wanted
+  const float* rstd = nullptr;  // [rows]
+  float* grad_weight_partials = nullptr;  // [partials, hidden] fp32, no data: not wanted
+  int64_t partials = 0;
+  Operand grad_weight;             // [hidden]
+  float weight_offset = 0.f;
+  bool cast_before_weight = false;  // the weight saw norm(x) rounded to x's dtype
+};
+
+// Rows of the fp32 scratch that the weight gradient is summed from: as many blocks walk over the rows. A function of the shape alone, so
+// that bits agree across GPUs; multiples of 132, the SMs of an H100, where there is work for them, and at most 16 MB.
+inline int64_t norm_backward_partials(const Rows& rows) {
+  constexpr int64_t kMultiprocessors = 132;
+  constexpr int64_t kScratchFloats = 4 << 20;
+  const int64_t quarter = (rows.count() + 3) / 4;
+  int64_t partials = kMultiprocessors * 4;
+  while (partials > kMultiprocessors && partials * rows.hidden > kScratchFloats) partials -= kMultiprocessors;
+  return partials < quarter ? partials : (quarter > 0 ? quarter : 1);
+}
+
+// Each returns a cudaError_t as int; the stream is a cudaStream_t.
+int norm_forward_cuda(const NormParams& params, void* stream);
+int norm_backward_cuda(const NormBackwardParams& params, void* stream);
+
+void norm_forward_cpu(const NormParams& params);
+void norm_backward_cpu(const NormBackwardParams& params);
+
+}  // namespace ltx_kernels

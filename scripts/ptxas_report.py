@@ -1,0 +1,73 @@
+"""What ptxas says about each kernel (registers, shared memory, spills), from the logs that build_variant.py keeps.
+
+python scripts/build_variant.py --backend cuda --ptxas-info FILE     writes the table
+python scripts/ptxas_report.py FILE                                  fails if any kernel spills
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+# Bytes; registers are a thread's, smem is the static part of a block's.
+COLUMNS = ("source", "arch", "registers", "smem", "stack", "spill_stores", "spill_loads", "kernel")
+
+
+def parse(logs: dict[str, Path]) -> list[dict[str, str]]:
+    """One row a kernel and architecture, from {source: log of its compile with --resource-usage}."""
+    rows = []
+    for source, log in logs.items():
+        text = log.read_text(encoding="utf-8")
+        for entry in re.split(r"^ptxas info\s*: Compiling entry function ", text, flags=re.MULTILINE)[1:]:
+            kernel, arch = re.match(r"'([^']+)' for '(\w+)'", entry).groups()
+            values = [
+                match.group(1) if (match := re.search(r"(\d+) " + what, entry)) else "0"
+                for what in ("registers", "bytes smem", "bytes stack frame", "bytes spill stores", "bytes spill loads")
+            ]
+            rows.append(dict(zip(COLUMNS, (source, arch, *values, kernel))))
+    if rows and (filt := shutil.which("c++filt")):
+        mangled = "\n".join(row["kernel"] for row in rows)
+        names = subprocess.run([filt], input=mangled, capture_output=True, text=True, check=True).stdout.splitlines()
+        for row, name in zip(rows, names):
+            row["kernel"] = name
+    return sorted(rows, key=lambda r: (r["source"], r["kernel"], r["arch"]))
+
+
+def write(rows: list[dict[str, str]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, delimiter="\t", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
+def spills(rows: list[dict[str, str]]) -> list[str]:
+    return [
+        f"{r['source']} {r['arch']}: {r['kernel']} spills {r['spill_stores']} + {r['spill_loads']} bytes"
+        for r in rows
+        if int(r["spill_stores"]) or int(r["spill_loads"])
+    ]
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    rows = read(Path(sys.argv[1]))
+    found = spills(rows)
+    most = max((int(r["registers"]) for r in rows), default=0)
+    print(*found, f"{len(rows)} kernels, {len(found)} spill, at most {most} registers a thread", sep="\n")
+    return 1 if found or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

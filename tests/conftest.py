@@ -1,0 +1,51 @@
+"""The package under test, loaded as a user loads it: through `kernels.get_kernel`.
+
+LOCAL_KERNELS points the loader at this project's build/ unless the caller has set it (kernel-builder's ci-test does).
+On a CUDA torch the loaded variant is the CUDA one, which holds the CPU implementation too: it serves every `device`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+REPO_ID = "org/ltx-kernels"
+VERSION = 1
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT}")  # before `kernels` is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach the network
+
+import kernels  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(scope="session")
+def k():
+    """The loaded package: `k.rms_norm(...)`."""
+    try:
+        return kernels.get_kernel(REPO_ID, version=VERSION)
+    except FileNotFoundError as error:
+        pytest.exit(f"no variant to test, run `make build` first: {error}", returncode=2)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    """Every test that takes it runs on both backends: what passes on one must pass on the other."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return request.param
+
+
+@pytest.fixture(params=DTYPES.values(), ids=DTYPES.keys())
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The same numbers in every run and in any order of the tests."""
+    torch.manual_seed(0)
