@@ -21,7 +21,7 @@ endif
 CPP_SOURCES = $(shell find kernel_src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 PTXAS_REPORT ?= .build/ptxas.tsv
 
-.PHONY: help setup nvcc build build-cuda demo test lint format bench clean
+.PHONY: help setup nvcc build build-cpu build-cuda demo test lint format bench clean
 
 help:
 	@echo 'make setup       the Python environment in $(VENV)'
@@ -47,13 +47,17 @@ nvcc: $(READY)
 
 # A variant that is the tree's already, built here or copied here, is left as it is.
 build: $(READY)
-	@$(PY) scripts/build_variant.py --check 2>/dev/null || $(PY) scripts/build_variant.py
+	@$(PY) scripts/build_variant.py --check 2>/dev/null \
+	  || $(MAKE) --no-print-directory build-$$($(PY) scripts/build_variant.py --print-backend)
+
+build-cpu: $(READY)
+	$(PY) scripts/build_variant.py --backend cpu
 
 build-cuda: $(READY) nvcc
 	$(PY) scripts/build_variant.py --backend cuda --ptxas-info $(PTXAS_REPORT)
 
 demo: build
-	$(PY) examples/ltx_video/generate_video.py $(ARGS)
+	$(PY) examples/ltx_video/demo.py $(ARGS)
 
 test: build
 	$(PY) scripts/build_variant.py --check

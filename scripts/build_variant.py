@@ -21,17 +21,13 @@ import argparse
 import base64
 import contextlib
 import hashlib
-import importlib.util
 import json
-import os
 import platform
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,14 +38,10 @@ except ImportError:  # Python 3.10
     import tomli as tomllib
 
 import ptxas_report
+from toolchain import BuildError, Nvcc, Torch, compiler, jobs, ninja, output, python_include
 
 PROJECT = Path(__file__).resolve().parent.parent
 BACKENDS = ("cpu", "cuda")
-
-NVCC_CURE = (
-    "install the CUDA toolkit (or point CUDA_HOME at it), or the PyPI packages nvidia-cuda-nvcc==13.0.88 together with "
-    "nvidia-cuda-crt, nvidia-nvvm, nvidia-cuda-runtime and nvidia-cuda-cccl of version 13.0 (`make nvcc` does that)"
-)
 
 # What kernel-builder generates for a torch extension: how ops find their namespace, and how a plain import loads it.
 OPS_PY = '''\
@@ -95,10 +87,6 @@ REGISTRATION_H = """\
 GLIBC_COMPAT_C = """\
 __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
 """
-
-
-class BuildError(Exception):
-    """Something the user can cure; the message says how."""
 
 
 @dataclass
@@ -189,114 +177,6 @@ class Project:
         return f"_{self.python_name}_{backend}_{self.source_id()}"
 
 
-# ---- the tools of this machine ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Torch:
-    root: Path
-    version: str
-    cuda: str | None
-
-    @staticmethod
-    def find() -> Torch:
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
-            raise BuildError(f"torch is not installed for {sys.executable}: `make setup`, or use a Python that has it")
-        root = Path(spec.origin).parent
-        facts = runpy.run_path(str(root / "version.py"))  # the facts without the seconds of `import torch`
-        torch = Torch(root, facts["__version__"], facts.get("cuda"))
-        if not (root / "include/torch/csrc/stable/library.h").is_file():
-            raise BuildError(f"torch {torch.version} has no stable-ABI headers; torch 2.11 or newer is needed")
-        return torch
-
-
-@dataclass(frozen=True)
-class Nvcc:
-    path: Path
-    version: str  # "13.0"
-    include: list[Path]
-    lib: Path
-
-    @staticmethod
-    def find() -> Nvcc:
-        """CUDA_HOME, then PATH, then the nvidia-cuda-nvcc package of this Python."""
-        candidates = []
-        for variable in ("CUDA_HOME", "CUDA_PATH"):
-            if os.environ.get(variable):
-                candidates.append(Path(os.environ[variable], "bin", "nvcc"))
-        if on_path := shutil.which("nvcc"):
-            candidates.append(Path(on_path))
-        for site in dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path)):
-            candidates += sorted(Path(site, "nvidia").glob("cu*/bin/nvcc"), reverse=True)
-        for path in candidates:
-            if path.is_file():
-                return Nvcc._describe(path)
-        raise BuildError(f"no nvcc in CUDA_HOME, on PATH or among Python's packages: {NVCC_CURE}")
-
-    @staticmethod
-    def _describe(path: Path) -> Nvcc:
-        # A wheel's nvcc may lack its execute bit; nvcc on PATH may be a wrapper, so it is asked where its toolkit is.
-        if not os.access(path, os.X_OK):
-            path.chmod(path.stat().st_mode | 0o111)
-        version = re.search(r"release (\d+\.\d+)", _output([str(path), "--version"]))
-        with tempfile.TemporaryDirectory() as scratch:
-            probe = Path(scratch, "probe.cu")
-            probe.touch()
-            dryrun = _output([str(path), "--dryrun", "-c", str(probe), "-o", str(Path(scratch, "probe.o"))])
-        top = re.search(r"^#\$ TOP=(.+)$", dryrun, re.MULTILINE)
-        if version is None or top is None:
-            raise BuildError(f"{path} does not answer as nvcc does (--version, --dryrun): {NVCC_CURE}")
-        top = Path(path.parent, top.group(1).strip()).resolve()
-        roots = [top, *sorted(top.glob("targets/*-linux"))]
-        include = [d for root in roots if (d := root / "include").is_dir()]
-        libs = [d for root in roots for d in (root / "lib64", root / "lib") if list(d.glob("libcudart.so*"))]
-        for header, package in (("cuda_runtime.h", "nvidia-cuda-runtime"), ("crt/host_config.h", "nvidia-cuda-crt")):
-            if not any((d / header).is_file() for d in include):
-                raise BuildError(f"{header} not found beside {path} ({package} missing?): {NVCC_CURE}")
-        if not libs:
-            raise BuildError(f"libcudart.so not found beside {path} (nvidia-cuda-runtime missing?): {NVCC_CURE}")
-        return Nvcc(path, version.group(1), include, libs[0])
-
-
-def _output(command: list[str]) -> str:
-    """stdout and stderr of a quick command; empty when it cannot run."""
-    try:
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    except OSError:
-        return ""
-    return result.stdout
-
-
-def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "g++", "clang++"):
-        if name and shutil.which(name.split()[0]):
-            return name
-    raise BuildError("no C++ compiler (CXX, g++, clang++): install one, on Debian `apt-get install g++`")
-
-
-def _ninja() -> str:
-    beside = Path(sysconfig.get_path("scripts"), "ninja")
-    if beside.is_file():
-        return str(beside)
-    if found := shutil.which("ninja"):
-        return found
-    raise BuildError("ninja not found: `pip install ninja`")
-
-
-def _python_include() -> str:
-    include = sysconfig.get_path("include")
-    if not Path(include, "Python.h").is_file():
-        raise BuildError(f"Python.h not found in {include}: on Debian `apt-get install python3-dev`")
-    return include
-
-
-def _jobs() -> int:
-    return int(
-        os.environ.get("MAX_JOBS") or len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0))
-    )
-
-
 def variant_name(project: Project, backend: str, cuda_version: str | None = None) -> str:
     machine = platform.machine().lower().replace("amd64", "x86_64").replace("arm64", "aarch64")
     compute = "cpu" if backend == "cpu" else "cu" + str(cuda_version).replace(".", "")
@@ -332,7 +212,7 @@ def ninja_file(
 
     Ninja runs in the project's folder and `work` is relative to it: the tree can move or be copied with its objects.
     """
-    cxx = _compiler()
+    cxx = compiler()
     darwin = platform.system() == "Darwin"
     major, minor = project.stable_abi(backend).split(".")
     defines = [
@@ -342,9 +222,10 @@ def ninja_file(
         "-DNDEBUG",
     ]
     system = ["-isystem", str(torch.root / "include")]
+    # -ffile-prefix-map: torch's checks put __FILE__ into the binary, and that should name no folder of this machine.
     # -fno-gnu-unique: else template statics of two builds in one process are merged by the dynamic linker.
-    host = ["-fPIC", "-fvisibility=hidden"]
-    if "clang" not in _output([*shlex.split(cxx), "--version"]).lower():
+    host = ["-fPIC", "-fvisibility=hidden", f"-ffile-prefix-map={torch.root}=torch"]
+    if "clang" not in output([*shlex.split(cxx), "--version"]).lower():
         host.append("-fno-gnu-unique")
     warnings = ["-Wall", "-Wextra", "-Wno-unused-parameter"]
     # The toolkit's headers are on the C++ side too: the binding of a CUDA variant may name a stream.
@@ -376,7 +257,7 @@ def ninja_file(
     if nvcc:
         cuda_units = sum(u.is_cuda for u in units)
         archs = max((len(u.capabilities) for u in units), default=1)
-        threads = max(1, min(archs, _jobs() // max(1, cuda_units)))  # one nvcc a core; several when files are few
+        threads = max(1, min(archs, jobs() // max(1, cuda_units)))  # one nvcc a core; several when files are few
         # ptxas speaks on every compile and its words are kept beside the object, so a report costs no recompile.
         nvcc_flags = [
             "-std=c++20",
@@ -404,7 +285,7 @@ def ninja_file(
     for unit in units:
         flags = [f"-I{d}" for d in unit.include]
         if unit.binding:
-            flags += ["-isystem", str(work / "generated"), "-isystem", _python_include()]
+            flags += ["-isystem", str(work / "generated"), "-isystem", python_include()]
             flags.append(f"-DTORCH_EXTENSION_NAME={ops}")
         if unit.is_cuda:
             flags += gencode_flags(unit.capabilities)
@@ -497,14 +378,20 @@ def stale(project: Project, variant: Path) -> str | None:
     return None
 
 
+def variants(out: Path, backend: str) -> list[Path]:
+    """The stable-ABI variants of a backend in `out`."""
+    compute = re.compile("cpu" if backend == "cpu" else r"cu\d+")
+    return sorted(p for p in out.glob("torch-stable-abi*-*-*-*") if compute.fullmatch(p.name.split("-")[3]))
+
+
 def check(project: Project, out: Path, backend: str) -> str | None:
     """None when the variant of `backend` in `out` is up to date; else what is wrong and what to do."""
-    compute = "cpu" if backend == "cpu" else "cu"
-    found = sorted(p for p in out.glob("torch-stable-abi*") if p.name.split("-")[3].startswith(compute))
+    cure = "`make build`" if backend == default_backend() else f"`make build-{backend}`"
+    found = variants(out, backend)
     if not found:
-        return f"no {backend} variant in {out}: build it with `make build`"
+        return f"no {backend} variant in {out}: build it with {cure}"
     problems = [problem for variant in found if (problem := stale(project, variant))]
-    return "; ".join(problems) + ": build again with `make build`" if problems else None
+    return f"{'; '.join(problems)}: build again with {cure}" if problems else None
 
 
 @contextlib.contextmanager
@@ -542,8 +429,8 @@ def build(
         _write_if_changed(work / "generated" / "registration.h", REGISTRATION_H)
         _write_if_changed(work / "generated" / "glibc_compat.c", GLIBC_COMPAT_C)
         _write_if_changed(work / "build.ninja", plan)
-        ninja = [_ninja(), "-C", str(project.root), "-f", str(relative / "build.ninja"), "-j", str(_jobs()), "--quiet"]
-        subprocess.run(ninja, check=True)
+        command = [ninja(), "-C", str(project.root), "-f", str(relative / "build.ninja"), "-j", str(jobs()), "--quiet"]
+        subprocess.run(command, check=True)
         if ptxas_info:
             logs = {u.source: work / "objects" / (u.source + ".o.log") for u in units if u.is_cuda}
             ptxas_report.write(ptxas_report.parse(logs), ptxas_info)
@@ -571,8 +458,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--project", type=Path, default=PROJECT, help="the folder that holds build.toml")
     parser.add_argument("--check", action="store_true", help="build nothing; fail if the variant is not the tree's")
+    parser.add_argument("--print-backend", action="store_true", help="say what --backend auto is here")
     args = parser.parse_args(argv)
     try:
+        if args.print_backend:
+            print(default_backend())
+            return 0
         project = Project(args.project.resolve())
         out = (args.out or project.root / "build").resolve()
         backend = default_backend() if args.backend == "auto" else args.backend

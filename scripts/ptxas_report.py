@@ -6,6 +6,7 @@ python scripts/ptxas_report.py FILE                                  fails if an
 
 from __future__ import annotations
 
+import argparse
 import csv
 import re
 import shutil
@@ -50,22 +51,25 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file, delimiter="\t"))
 
 
-def spills(rows: list[dict[str, str]]) -> list[str]:
+def spills(rows: list[dict[str, str]], limit: int = 0) -> list[str]:
+    """The kernels that store or load more than `limit` bytes a thread."""
     return [
         f"{r['source']} {r['arch']}: {r['kernel']} spills {r['spill_stores']} + {r['spill_loads']} bytes"
         for r in rows
-        if int(r["spill_stores"]) or int(r["spill_loads"])
+        if max(int(r["spill_stores"]), int(r["spill_loads"])) > limit
     ]
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
-        print(__doc__, file=sys.stderr)
-        return 2
-    rows = read(Path(sys.argv[1]))
-    found = spills(rows)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("file", type=Path, help="the table that build_variant.py --ptxas-info wrote")
+    parser.add_argument("--max-spill", type=int, default=0, metavar="BYTES", help="what a thread may spill")
+    args = parser.parse_args()
+    rows = read(args.file)
+    found = spills(rows, args.max_spill)
     most = max((int(r["registers"]) for r in rows), default=0)
-    print(*found, f"{len(rows)} kernels, {len(found)} spill, at most {most} registers a thread", sep="\n")
+    print(*found, sep="\n", end="\n" if found else "")
+    print(f"{len(rows)} kernels, {len(spills(rows))} spill, {len(found)} too much; at most {most} registers a thread")
     return 1 if found or not rows else 0
 
 

@@ -7,6 +7,7 @@ On a CUDA torch the loaded variant is the CUDA one, which holds the CPU implemen
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 REPO_ID = "org/ltx-kernels"
@@ -21,6 +22,17 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def copy_sources(tree: Path, objects: bool = False) -> Path:
+    """Copy what a build reads, for a test that changes it; with the compiled objects a build there takes seconds."""
+    for name in ("build.toml", "kernel_src", "torch-ext"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, tree / name)
+    if objects:
+        for work in (ROOT / ".build").glob("*-cpu-*"):
+            shutil.copytree(work, tree / ".build" / work.name)
+    return tree
 
 
 @pytest.fixture(scope="session")

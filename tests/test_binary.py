@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, VERSION
 
 build_variant = pytest.importorskip("build_variant", reason="scripts/ is not there (a Nix build has only tests/)")
 
@@ -21,11 +21,12 @@ PROJECT = build_variant.Project(ROOT)
 
 
 def variant(backend: str) -> Path:
+    """The folder in build/; the one that is loaded here must be of this tree, the other one is optional."""
     problem = build_variant.check(PROJECT, ROOT / "build", backend)
-    if problem:
-        pytest.skip(problem.replace("make build`", "make build-cuda`") if backend == "cuda" else problem)
-    pattern = "torch-stable-abi*-cpu-*" if backend == "cpu" else "torch-stable-abi*-cu[0-9]*"
-    return next((ROOT / "build").glob(pattern))
+    if problem and backend != build_variant.default_backend():
+        pytest.skip(problem)
+    assert problem is None, problem
+    return build_variant.variants(ROOT / "build", backend)[0]
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -112,10 +113,29 @@ def test_architectures_in_the_file(cuda_library):
     assert ptx == {"sm_90"}
 
 
-def test_metadata_names_the_architectures():
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_metadata(backend):
     rust = pytest.importorskip("kernels._rust")
-    metadata = rust.Metadata.read_from_file(variant("cuda") / "metadata.json")
-    assert metadata.backend.archs == ["7.5", "8.0", "9.0+PTX"]
+    folder = variant(backend)
+    metadata = rust.Metadata.read_from_file(folder / "metadata.json")
+    assert metadata.id == PROJECT.ops_name(backend)
+    assert (str(metadata.name), metadata.version, metadata.license) == ("ltx-kernels", VERSION, "Apache-2.0")
+    assert metadata.python_depends == [] and metadata.kernel_depends == []
+    assert str(metadata.backend.backend_type).lower() == backend
+    assert metadata.backend.archs == (["7.5", "8.0", "9.0+PTX"] if backend == "cuda" else None)
+    metadata.digest.validate(rust.Digest.hash_variant(metadata.digest.algorithm, folder))
+    assert metadata.provenance.kernel_builder.version == "scripts/build_variant.py"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_layout_of_the_variant(backend):
+    """The Python files of torch-ext, what is generated, and nothing else."""
+    folder = variant(backend)
+    ops = PROJECT.ops_name(backend)
+    there = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
+    package = {p.as_posix() for p in PROJECT.package_files()}
+    assert there == package | {"_ops.py", "metadata.json", f"{ops}.abi3.so"}
+    assert f"torch.ops.{ops}" in (folder / "_ops.py").read_text()
 
 
 # ---- the CPU sources with another compiler and for other machines

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import REPO_ID, ROOT, VERSION
+from conftest import REPO_ID, VERSION, copy_sources
 
 build_variant = pytest.importorskip("build_variant", reason="scripts/ is not there (a Nix build has only tests/)")
 
@@ -67,12 +67,7 @@ def variant(k) -> Path:
 @pytest.fixture(scope="session")
 def changed_variant(tmp_path_factory) -> Path:
     """A CPU variant of the same package with one Python line more, as a next version would be."""
-    tree = tmp_path_factory.mktemp("changed")
-    for name in ("build.toml", "kernel_src", "torch-ext"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
-        copy(ROOT / name, tree / name)
-    for work in (ROOT / ".build").glob("*-cpu-*"):  # with its objects the build takes seconds
-        shutil.copytree(work, tree / ".build" / work.name)
+    tree = copy_sources(tmp_path_factory.mktemp("changed"), objects=True)
     with (tree / "torch-ext" / "ltx_kernels" / "__init__.py").open("a") as file:
         file.write("\nCHANGED = True\n")
     try:

@@ -118,6 +118,25 @@ inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
 
 inline Tensor allocate_like(const Tensor& x) { return allocate(sizes_of(x), x.scalar_type(), x); }
 
+inline std::vector<int64_t> strides_of(const Tensor& tensor) {
+  const auto strides = tensor.strides();
+  return std::vector<int64_t>(strides.begin(), strides.end());
+}
+
+// The same memory from `offset` elements on with other sizes and strides; without the dispatcher, which takes a microsecond.
+inline Tensor view_of(const Tensor& tensor, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset = 0) {
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                               offset, &handle));
+  return Tensor(handle);
+}
+
+inline Tensor contiguous_copy(const Tensor& tensor) {
+  Tensor copy = allocate_like(tensor);
+  torch::stable::copy_(copy, tensor);
+  return copy;
+}
+
 // Folds the leading dims of an op's tensors, [*leading, hidden], into the three that the kernels step through. Neighbouring dims fold where
 // every operand steps through them evenly; where more than three are left, the operands are copied to a layout that folds.
 class RowSpace {
@@ -143,6 +162,7 @@ class RowSpace {
       rows = fold_once();
     }
     rows.hidden = hidden_;
+    rows.inverse_hidden = 1.f / static_cast<float>(hidden_);
     int64_t vector_size = kVectorBytes / size_of(Dtype::kFloat32);
     for (int k = 0; k < count_; ++k) {
       if (entries_[k].dtype != Dtype::kFloat32) vector_size = kVectorBytes / size_of(entries_[k].dtype);
@@ -182,14 +202,19 @@ class RowSpace {
       fail(name, " has shape ", shape_of(tensor), "; a shape that broadcasts to [", needed.str(), hidden_, "], with a last dimension of ",
            hidden_, ", is needed");
     }
-    entry.tensor = hidden_ > 1 && tensor.stride(dims - 1) != 1 ? torch::stable::contiguous(tensor) : tensor;
+    entry.tensor = hidden_ > 1 && tensor.stride(dims - 1) != 1 ? contiguous_copy(tensor) : tensor;
     for (int64_t i = 0; i < dims_; ++i) entry.strides[i] = 0;
     for (int64_t i = 0; i < dims - 1; ++i) {
       if (tensor.size(i) > 1) entry.strides[dims_ + 1 - dims + i] = entry.tensor->stride(i);
     }
   }
 
+  // Copies an operand to x's full shape, unless it has that layout already: an output must stay where it is.
   void expand(Entry& entry) {
+    bool contiguous = true;
+    int64_t stride = hidden_;
+    for (int64_t dim = dims_ - 1; dim >= 0; stride *= sizes_[dim--]) contiguous = contiguous && (sizes_[dim] == 1 || entry.strides[dim] == stride);
+    if (contiguous) return;
     std::vector<int64_t> sizes(sizes_, sizes_ + dims_);
     sizes.push_back(hidden_);
     Tensor full = allocate(sizes, entry.tensor->scalar_type(), *entry.tensor);

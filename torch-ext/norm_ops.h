@@ -104,6 +104,9 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad_y, Tensor x, OptionalTe
   check_has_hidden(x, "x");
   check_same_shape(grad_y, "grad_y", x, "x");
   check_device(grad_y, "grad_y", x, "x");
+  if (dtype_of(grad_y, "grad_y") != dtype_of(x, "x")) {
+    fail("grad_y has dtype ", name_of(grad_y.scalar_type()), "; the dtype of x is needed: ", name_of(x.scalar_type()));
+  }
   NormBackwardParams params;
   params.weight_offset = static_cast<float>(weight_offset);
   params.cast_before_weight = cast_before_weight;

@@ -35,7 +35,8 @@ inline RowLaunch row_launch(int64_t row_vectors, int vectors, int block_threads)
 }
 
 // Lets `kernel` take *stages times stage_bytes of dynamic shared memory, or fewer stages, down to 0, where the chip has less: a block may
-// have 64 KB on sm_75, 163 on sm_80, 227 on sm_90, and over 48 KB a kernel must ask.
+// have 64 KB on sm_75, 163 on sm_80, 227 on sm_90, and over 48 KB a kernel must ask. It asks for all there is, always: a limit that followed
+// the call would be too low for the call of another thread.
 template <typename Kernel>
 cudaError_t allow_shared_memory(Kernel* kernel, int64_t stage_bytes, int* stages) {
   constexpr int64_t kStatic = 4096;  // more than any of our kernels declares
@@ -48,7 +49,7 @@ cudaError_t allow_shared_memory(Kernel* kernel, int64_t stage_bytes, int* stages
     return error;
   }
   while (*stages > 0 && *stages * stage_bytes + kStatic > limit) --*stages;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(*stages * stage_bytes));
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit - kStatic));
 }
 
 }  // namespace ltx_kernels

@@ -16,6 +16,7 @@ struct Rows {
   static constexpr int kDims = 3;
   int64_t sizes[kDims] = {1, 1, 1};
   int64_t hidden = 0;
+  float inverse_hidden = 0.f;  // a division a row costs a thread as much as two elements
 
   constexpr int64_t count() const { return sizes[0] * sizes[1] * sizes[2]; }
 };

@@ -6,22 +6,38 @@ namespace ltx_kernels {
 constexpr int kWarpSize = 32;
 constexpr int kMaxWarps = 32;
 
-// Sum over the blockDim.x threads that share threadIdx.y: a power of two up to a warp, or whole warps. Every thread of the block calls
-// it, and gets the sum. `scratch` holds one float a warp; two calls that follow each other need different ones.
-__device__ __forceinline__ float row_sum(float value, float* scratch) {
-  const int width = min(static_cast<int>(blockDim.x), kWarpSize);
-  for (int offset = width / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
-  if (blockDim.x <= kWarpSize) return value;
+// kRows sums at once over the blockDim.x threads that share threadIdx.y: a power of two up to a warp, or whole warps. Every thread of the block
+// calls it, and gets the sums. `scratch` holds kRows floats a warp; two calls that follow each other need different ones.
+template <int kRows>
+__device__ __forceinline__ void row_sums(float (&sums)[kRows], float* scratch) {
+  const auto sum_lanes = [&](int width) {
+    for (int offset = width / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) sums[row] += __shfl_xor_sync(0xffffffffu, sums[row], offset);
+    }
+  };
+  if (blockDim.x < kWarpSize) return sum_lanes(blockDim.x);
+  sum_lanes(kWarpSize);
+  if (blockDim.x == kWarpSize) return;
 
   const int warps = blockDim.x / kWarpSize;
-  float* row_scratch = scratch + threadIdx.y * warps;
-  if (threadIdx.x % kWarpSize == 0) row_scratch[threadIdx.x / kWarpSize] = value;
-  __syncthreads();
-  // One read a lane and a second round of shuffles: five steps for 32 warps, where a loop would take 32.
   const int lane = threadIdx.x % kWarpSize;
-  value = lane < warps ? row_scratch[lane] : 0.f;
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
-  return value;
+  float* row_scratch = scratch + threadIdx.y * warps * kRows;
+  if (lane == 0) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) row_scratch[threadIdx.x / kWarpSize * kRows + row] = sums[row];
+  }
+  __syncthreads();
+  // One read a lane and a second round of shuffles: five steps for 16 warps, where a loop would take 16.
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) sums[row] = lane < warps ? row_scratch[lane * kRows + row] : 0.f;
+  sum_lanes(kWarpSize);
+}
+
+__device__ __forceinline__ float row_sum(float value, float* scratch) {
+  float sums[1] = {value};
+  row_sums(sums, scratch);
+  return sums[0];
 }
 
 }  // namespace ltx_kernels

@@ -63,17 +63,6 @@ struct alignas(sizeof(T) * kSize < kVectorBytes ? sizeof(T) * kSize : kVectorByt
   T value[kSize];
 };
 
-// Read once: past the L1, which is left to the operands that rows share.
-template <typename T, int kSize>
-__device__ __forceinline__ Vec<T, kSize> load_vector_once(const T* source) {
-  static_assert(sizeof(Vec<T, kSize>) == kVectorBytes);
-  int4 bits;
-  asm volatile("ld.global.L1::no_allocate.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-               : "l"(source));
-  return *reinterpret_cast<Vec<T, kSize>*>(&bits);
-}
-
 // `count` of the elements exist: fewer than kSize at a row's end. The rest are zero.
 template <typename T, int kSize>
 __device__ __forceinline__ Vec<T, kSize> load_elements(const T* source, int count) {
@@ -93,8 +82,19 @@ __device__ __forceinline__ void store_elements(T* target, const Vec<T, kSize>& v
 
 template <typename T, int kSize>
 __device__ __forceinline__ void to_floats(const Vec<T, kSize>& vector, float (&values)[kSize]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && kSize % 2 == 0) {
+    // Pairs as words: element by element the compiler unpacks early, and holds twice the registers.
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) values[i] = to_float(vector.value[i]);
+    for (int i = 0; i < kSize; i += 2) {
+      uint32_t word;
+      memcpy(&word, &vector.value[i], sizeof(word));
+      values[i] = __uint_as_float(word << 16);
+      values[i + 1] = __uint_as_float(word & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = to_float(vector.value[i]);
+  }
 }
 
 template <typename T, int kSize>
@@ -146,7 +146,7 @@ __device__ __forceinline__ Vec<T, kSize> load(const Operand& operand, int64_t of
     }
   }
   const T* source = static_cast<const T*>(operand.data) + offset;
-  if (operand.vectorized) return load_vector_once<T, kSize>(source);
+  if (operand.vectorized) return *reinterpret_cast<const Vec<T, kSize>*>(source);
   return load_elements<T, kSize>(source, count);
 }
 

@@ -1,138 +1,343 @@
-// The row-norm core: one kernel for every norm-like op. Each part of the sentence in norm.h is a uniform run-time switch, so that
-// RMSNorm, LayerNorm, AdaLN, gated residual and their sums share one code path, one launch policy and one set of tests.
-// A row is read once: it stays in shared memory, in its own dtype, between the statistic and the output.
+// The row-norm core: every norm-like op is the sentence of norm.h with parts left out. The maths stands here once (update_residual, affine,
+// finish); two kernels read for it.
+//   norm_fast_kernel     what models do: aligned 16-byte vectors, the row in registers, the parts of the sentence compiled in. Measured on an
+//                        H200: with the parts as run-time switches the same loop takes twice as long, because their branches and addresses
+//                        cost more instructions than memory leaves time for (28 a bf16 element).
+//   norm_general_kernel  everything else: any alignment, dtype, row length and combination of parts, in one short loop that reads a row again
+//                        for each pass.
+// Both spread a row over the same threads and sum in the same order, so that which one runs cannot be seen in the bits.
 #pragma once
 
 #include <type_traits>
 
-#include "../core/row.cuh"
+#include "../core/broadcast.cuh"
+#include "../core/launch.cuh"
+#include "../core/math.cuh"
+#include "../core/reduce.cuh"
+#include "../core/vec.cuh"
 #include "norm.h"
 
 namespace ltx_kernels {
 
-// residual + (gate + gate_table)·x for vector i, rounded to the residual's dtype, stored as new_residual. The norm reads the rounded
-// value, as the next op of an unfused model would.
-template <typename T>
-__device__ __forceinline__ Vec<T, kVectorSize<T>> update_residual(const NormParams& p, const RowSlice<T>& slice, int i,
-                                                                  const Vec<T, kVectorSize<T>>& x,
-                                                                  const Vec<T, kVectorSize<T>>& residual) {
-  constexpr int kSize = kVectorSize<T>;
-  float h[kSize];
-  to_floats(x, h);
-  multiply_operand<T>(0.f, p.gate, &p.gate_table, slice, i, h);
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) h[j] = round_if_mixed<T>(p.new_residual.dtype, h[j] + to_float(residual.value[j]));
-  store<T, kSize>(p.new_residual, slice.offset(p.new_residual, i), slice.count(i), h);
-  return from_floats<T, kSize>(h);
+// The parts that a fast kernel has compiled in; what is not among them is absent.
+enum Part : unsigned {
+  kWeight = 1,
+  kBias = 2,
+  kModulation = 4,  // scale and shift
+  kTables = 8,      // the tables of scale and shift, and of the gate where there is one
+  kResidual = 16,
+  kGate = 32,
+  kSilu = 64,
+};
+
+struct Has {
+  bool weight, bias, scale, scale_table, shift, shift_table, residual, gate, gate_table, silu;
+};
+
+__host__ __device__ constexpr Has has_of(unsigned parts) {
+  const bool modulation = parts & kModulation, tables = parts & kTables, gate = parts & kGate;
+  return {(parts & kWeight) != 0,   (parts & kBias) != 0, modulation, modulation && tables,   modulation, modulation && tables,
+          (parts & kResidual) != 0, gate,                 gate && tables, (parts & kSilu) != 0};
 }
 
-// What follows the statistic for vector i: the affine part, the modulation, the activation; rounded once.
-template <typename T>
-__device__ __forceinline__ void store_normed(const NormParams& p, const RowSlice<T>& slice, int i, float mean, float rstd,
-                                             const Vec<T, kVectorSize<T>>& hidden) {
-  constexpr int kSize = kVectorSize<T>;
-  float y[kSize];
-  to_floats(hidden, y);
+__host__ __device__ inline Has has_of(const NormParams& p) {
+  return {p.weight.data != nullptr, p.bias.data != nullptr,        p.scale.data != nullptr,    p.scale_table.data != nullptr,
+          p.shift.data != nullptr,  p.shift_table.data != nullptr, p.residual.data != nullptr, p.gate.data != nullptr,
+          p.gate_table.data != nullptr, p.silu};
+}
+
+// The sentence, for one vector. `read` is called as read(operand, values) and gives the operand's elements at the vector's columns. Fused
+// multiply-adds are spelled out: left to the compiler, they would differ between the kernels.
+
+// h = residual + (gate + gate_table)·x, in fp32. x is replaced by h.
+template <int kSize, typename Read>
+__device__ __forceinline__ void update_residual(const NormParams& p, const Has& has, Read&& read, const float (&residual)[kSize],
+                                                float (&x)[kSize]) {
+  if (!has.gate) {
 #pragma unroll
-  for (int j = 0; j < kSize; ++j) y[j] = (y[j] - mean) * rstd;
-  if (p.cast_before_weight) {
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) y[j] = round_to(p.y.dtype, y[j]);
+    for (int j = 0; j < kSize; ++j) x[j] = __fadd_rn(residual[j], x[j]);
+    return;
   }
-  multiply_operand<T>(p.weight_offset, p.weight, nullptr, slice, i, y);
-  add_operand<T>(p.bias, slice, i, y);
-  multiply_operand<T>(1.f, p.scale, &p.scale_table, slice, i, y);
-  add_operand<T>(p.shift, slice, i, y);
-  add_operand<T>(p.shift_table, slice, i, y);
-  if (p.silu) {
+  float gate[kSize];
+  read(p.gate, gate);
+  if (has.gate_table) {
+    float table[kSize];
+    read(p.gate_table, table);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) y[j] = y[j] / (1.f + expf(-y[j]));
+    for (int j = 0; j < kSize; ++j) gate[j] = __fadd_rn(gate[j], table[j]);
   }
-  store<T, kSize>(p.y, slice.offset(p.y, i), slice.count(i), y);
-}
-
-template <int kSize>
-__device__ __forceinline__ float sum_of(const float (&values)[kSize]) {
-  float sum = 0.f;
 #pragma unroll
-  for (int j = 0; j < kSize; ++j) sum += values[j];
-  return sum;
+  for (int j = 0; j < kSize; ++j) x[j] = fmaf(gate[j], x[j], residual[j]);
 }
 
-// Sum of (h - mean)² over the columns that exist.
-template <int kSize>
-__device__ __forceinline__ float squares_of(const float (&values)[kSize], float mean, int count) {
-  float sum = 0.f;
+// factor and term such that y = norm(h)·factor + term.
+template <int kSize, typename Read>
+__device__ __forceinline__ void affine(const NormParams& p, const Has& has, Read&& read, float (&factor)[kSize], float (&term)[kSize]) {
+  float values[kSize];
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
-    const float centred = j < count ? values[j] - mean : 0.f;
-    sum += centred * centred;
+    factor[j] = 1.f;
+    term[j] = 0.f;
   }
+  if (has.weight) {
+    read(p.weight, values);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) factor[j] = __fadd_rn(p.weight_offset, values[j]);
+  }
+  if (has.bias) read(p.bias, term);
+  if (has.scale) {
+    float scale[kSize];
+    read(p.scale, scale);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) scale[j] = __fadd_rn(1.f, scale[j]);
+    if (has.scale_table) {
+      read(p.scale_table, values);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) scale[j] = __fadd_rn(scale[j], values[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      factor[j] = has.weight ? __fmul_rn(factor[j], scale[j]) : scale[j];
+      if (has.bias) term[j] = __fmul_rn(term[j], scale[j]);
+    }
+  }
+  if (has.shift) {
+    read(p.shift, values);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) term[j] = has.bias ? __fadd_rn(term[j], values[j]) : values[j];
+    if (has.shift_table) {
+      read(p.shift_table, values);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) term[j] = __fadd_rn(term[j], values[j]);
+    }
+  }
+}
+
+// What a row is normed with: (h - mean - rest)·rstd. `mean` is rounded to fp32, which for a mean of 1000 is worse than eager; `rest` is what
+// the rounding lost, the mean of h - mean.
+struct Moments {
+  float mean = 0.f, rest = 0.f, rstd = 0.f;
+};
+
+// From the sums of h - mean and its squares. The squares are of a second pass: E[x²] - mean² would lose the variance to a large mean.
+__device__ __forceinline__ void set_moments(const NormParams& p, float sum, float squares, Moments& moments) {
+  moments.rest = sum * p.rows.inverse_hidden;
+  const float variance = squares * p.rows.inverse_hidden - moments.rest * moments.rest;
+  moments.rstd = __frsqrt_rn(variance + p.eps);  // rsqrtf is off by up to two units in the last place
+}
+
+// y from h: normed, rounded where Llama rounds, factor and term, activation. h is replaced by y.
+template <typename T, Statistic kStatistic, int kSize>
+__device__ __forceinline__ void finish(const NormParams& p, const Has& has, const Moments& moments, const float (&factor)[kSize],
+                                       const float (&term)[kSize], float (&h)[kSize]) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    const float centred = kStatistic == Statistic::kLayer ? __fsub_rn(__fsub_rn(h[j], moments.mean), moments.rest) : h[j];
+    h[j] = __fmul_rn(centred, moments.rstd);
+  }
+  if (has.weight && p.cast_before_weight) {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) h[j] = round_if_mixed<T>(p.y.dtype, h[j]);
+  }
+  const bool has_factor = has.weight || has.scale, has_term = has.bias || has.shift;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    if (has_term) {
+      h[j] = fmaf(h[j], factor[j], term[j]);
+    } else if (has_factor) {
+      h[j] = __fmul_rn(h[j], factor[j]);
+    }
+    if (has.silu) h[j] = silu<std::is_same_v<T, float>>(h[j]);
+  }
+}
+
+template <int kSize>
+__device__ __forceinline__ float add_values(float sum, const float (&values)[kSize]) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) sum = __fadd_rn(sum, values[j]);
   return sum;
 }
 
-// T: the dtype of h (float where x and the residual differ in dtype). `staged`: the row fits in shared memory and is read from there in
-// each pass; a longer one is read again, from the L2 where it has just been.
-template <typename T, Statistic kStatistic>
-__global__ void __launch_bounds__(kMaxThreadsPerRow) norm_forward_kernel(const __grid_constant__ NormParams p, const bool staged) {
-  constexpr int kSize = kVectorSize<T>;
-  using Vector = Vec<T, kSize>;
-  extern __shared__ int4 shared[];
-  __shared__ float scratch[2][kMaxWarps];
-
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool exists = row < p.rows.count();
-  const RowSlice<T> slice{RowIndex(exists ? row : 0, p.rows), exists ? static_cast<int>(p.rows.hidden) : 0};
-  const bool has_residual = p.residual.data != nullptr;
-
-  const int row_vectors = static_cast<int>(ceil_div(p.rows.hidden, kSize));
-  Vector* const stage = reinterpret_cast<Vector*>(shared) + threadIdx.y * row_vectors;
-  Vector* const residual_stage = stage + blockDim.y * row_vectors;
-  if (staged) {
-    stage_row<T>(p.x, slice, stage);
-    if (has_residual) stage_row<T>(p.residual, slice, residual_stage);
-    copy_async_commit();
-    copy_async_wait<0>();
+// Adds the first `count` of h - mean, and their squares.
+template <Statistic kStatistic, int kSize>
+__device__ __forceinline__ void add_moments(float mean, int count, const float (&values)[kSize], float& sum, float& squares) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    if (j >= count) continue;
+    const float centred = kStatistic == Statistic::kLayer ? __fsub_rn(values[j], mean) : values[j];
+    if (kStatistic == Statistic::kLayer) sum = __fadd_rn(sum, centred);
+    squares = fmaf(centred, centred, squares);
   }
-  // Vector i of this thread, of x, residual or h.
-  const auto read = [&](const Operand& operand, const Vector* stage, int i) -> Vector {
-    if (staged) return stage[slice.column(i) / kSize];
-    return load<T, kSize>(operand, slice.offset(operand, i), slice.count(i));
+}
+
+// T: the dtype of x, residual, h and y. M: of every other operand. kVecs vectors a thread hold a row; a thread has kRows rows at a time, which
+// share scale and shift, so that these are read and converted once. Rows are [outer, inner]; a block stays within one outer index, and
+// `chunks` blocks cover it.
+template <typename T, typename M, Statistic kStatistic, unsigned kParts, int kVecs, int kRows>
+__global__ void __launch_bounds__(kMaxThreadsPerRow) norm_fast_kernel(const __grid_constant__ NormParams p, const unsigned chunks) {
+  constexpr int kSize = kVectorSize<T>;
+  constexpr Has kHas = has_of(kParts);
+  using Vector = Vec<T, kSize>;
+  __shared__ float scratch[2][kMaxWarps * 2 * kRows];
+
+  const unsigned outer = blockIdx.x / chunks;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x - outer * chunks) * blockDim.y + threadIdx.y) * kRows;
+  const int64_t inner = p.rows.sizes[2];
+  const int row_vectors = static_cast<int>(p.rows.hidden) / kSize;
+  const auto vector = [&](int i) { return static_cast<int>(threadIdx.x + i * blockDim.x); };
+  const auto offset = [&](const Operand& operand) { return outer * operand.strides[1] + first * operand.strides[2]; };
+  // Calls f(row, i, vector) for the vectors of this thread that exist.
+  const auto for_each = [&](auto&& f) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < kVecs; ++i) {
+        if (first + row < inner && vector(i) < row_vectors) f(row, i, vector(i));
+      }
+    }
+  };
+  const auto load_rows = [&](const Operand& operand, Vector (&rows)[kRows][kVecs]) {
+    const Vector* source = reinterpret_cast<const Vector*>(static_cast<const T*>(operand.data) + offset(operand));
+    const int64_t step = operand.strides[2] / kSize;
+    for_each([&](int row, int i, int v) { rows[row][i] = source[row * step + v]; });
+  };
+  const auto store_rows = [&](const Operand& operand, int row, int v, const Vector& values) {
+    Vector* target = reinterpret_cast<Vector*>(static_cast<T*>(operand.data) + offset(operand));
+    target[row * (operand.strides[2] / kSize) + v] = values;
+  };
+  const auto reader = [&](int v) {
+    return [&, v](const Operand& operand, float(&values)[kSize]) {
+      load_floats_as<M>(operand.data, offset(operand) + v * kSize, true, kSize, values);
+    };
   };
 
-  if (has_residual) {
-    for (int i = 0; slice.count(i) > 0; ++i) {
-      const Vector h = update_residual<T>(p, slice, i, read(p.x, stage, i), read(p.residual, residual_stage, i));
-      if (staged) stage[slice.column(i) / kSize] = h;
-    }
+  Vector h[kRows][kVecs] = {};  // [rows, vectors]
+  load_rows(p.x, h);
+  if constexpr (kHas.residual) {
+    Vector residual[kRows][kVecs] = {};
+    load_rows(p.residual, residual);
+    for_each([&](int row, int i, int v) {
+      float x[kSize], r[kSize];
+      to_floats(h[row][i], x);
+      to_floats(residual[row][i], r);
+      update_residual(p, kHas, reader(v), r, x);
+      h[row][i] = from_floats<T, kSize>(x);
+      store_rows(p.new_residual, row, v, h[row][i]);
+    });
   }
   if constexpr (kStatistic == Statistic::kNone) return;
-  const Operand& source = has_residual ? p.new_residual : p.x;
 
-  float mean = 0.f;
+  Moments moments[kRows];
+  float values[kSize];
+  if constexpr (kStatistic == Statistic::kLayer) {
+    float sums[kRows] = {};
+    for_each([&](int row, int i, int) {
+      to_floats(h[row][i], values);
+      sums[row] = add_values(sums[row], values);
+    });
+    row_sums(sums, scratch[0]);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) moments[row].mean = sums[row] * p.rows.inverse_hidden;
+  }
+  // Squares, and for layer norm the centred sums behind them.
+  constexpr int kSums = kStatistic == Statistic::kLayer ? 2 : 1;
+  float sums[kSums * kRows] = {};
+  for_each([&](int row, int i, int) {
+    to_floats(h[row][i], values);
+    add_moments<kStatistic>(moments[row].mean, kSize, values, sums[(kSums - 1) * kRows + row], sums[row]);
+  });
+  row_sums(sums, scratch[1]);
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) set_moments(p, kSums == 2 ? sums[(kSums - 1) * kRows + row] : 0.f, sums[row], moments[row]);
+
+  if (p.rstd != nullptr && threadIdx.x == 0) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      if (first + row < inner) p.rstd[outer * inner + first + row] = moments[row].rstd;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    const int v = vector(i);
+    if (v >= row_vectors || first >= inner) continue;
+    float factor[kSize], term[kSize];
+    affine(p, kHas, reader(v), factor, term);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      float y[kSize];
+      to_floats(h[row][i], y);
+      finish<T, kStatistic>(p, kHas, moments[row], factor, term, y);
+      if (first + row < inner) store_rows(p.y, row, v, from_floats<T, kSize>(y));
+    }
+  }
+}
+
+// T: the dtype of x and h; float where x and the residual differ, which then holds any of the three.
+template <typename T, Statistic kStatistic>
+__global__ void __launch_bounds__(kMaxThreadsPerRow, 1) norm_general_kernel(const __grid_constant__ NormParams p) {
+  constexpr int kSize = kVectorSize<T>;
+  __shared__ float scratch[2][kMaxWarps * 2];
+
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const bool exists = number < p.rows.count();
+  const RowIndex row(exists ? number : 0, p.rows);
+  const int64_t hidden = exists ? p.rows.hidden : 0;
+  const Has has = has_of(p);
+  // Calls f(column, count) for this thread's vectors; `count` elements of each exist.
+  const auto for_each = [&](auto&& f) {
+#pragma unroll 1
+    for (int64_t column = static_cast<int64_t>(threadIdx.x) * kSize; column < hidden; column += static_cast<int64_t>(blockDim.x) * kSize) {
+      f(column, static_cast<int>(min(static_cast<int64_t>(kSize), hidden - column)));
+    }
+  };
+  const auto reader = [&](int64_t column, int count) {
+    return [&, column, count](const Operand& operand, float(&values)[kSize]) {
+      load_floats(operand, row.offset(operand) + column, count, values);
+    };
+  };
+
+  if (has.residual) {
+    for_each([&](int64_t column, int count) {
+      float x[kSize], residual[kSize];
+      const auto read = reader(column, count);
+      read(p.x, x);
+      read(p.residual, residual);
+      update_residual(p, has, read, residual, x);
+      store<T, kSize>(p.new_residual, row.offset(p.new_residual) + column, count, x);
+    });
+  }
+  if constexpr (kStatistic == Statistic::kNone) return;
+
+  // Each thread reads what it has written itself: h as rounded to the residual's dtype.
+  const Operand& h = has.residual ? p.new_residual : p.x;
+  float values[kSize];
+  Moments moments;
   if constexpr (kStatistic == Statistic::kLayer) {
     float sum = 0.f;
-#pragma unroll 2
-    for (int i = 0; slice.count(i) > 0; ++i) {
-      float h[kSize];
-      to_floats(read(source, stage, i), h);
-      sum += sum_of(h);
-    }
-    mean = row_sum(sum, scratch[0]) / static_cast<float>(p.rows.hidden);
+    for_each([&](int64_t column, int count) {
+      reader(column, count)(h, values);
+      sum = add_values(sum, values);
+    });
+    moments.mean = row_sum(sum, scratch[0]) * p.rows.inverse_hidden;
   }
-  // The variance in a second pass: E[x²] - mean² would lose it where the mean is large.
-  float squares = 0.f;
-#pragma unroll 2
-  for (int i = 0; slice.count(i) > 0; ++i) {
-    float h[kSize];
-    to_floats(read(source, stage, i), h);
-    squares += squares_of(h, mean, kStatistic == Statistic::kLayer ? slice.count(i) : kSize);
-  }
-  const float variance = row_sum(squares, scratch[1]) / static_cast<float>(p.rows.hidden);
-  const float rstd = rsqrtf(variance + p.eps);
+  constexpr int kSums = kStatistic == Statistic::kLayer ? 2 : 1;
+  float sums[kSums] = {};
+  for_each([&](int64_t column, int count) {
+    reader(column, count)(h, values);
+    add_moments<kStatistic>(moments.mean, count, values, sums[kSums - 1], sums[0]);
+  });
+  row_sums(sums, scratch[1]);
+  set_moments(p, kSums == 2 ? sums[kSums - 1] : 0.f, sums[0], moments);
 
-  if (p.rstd != nullptr && exists && threadIdx.x == 0) p.rstd[row] = rstd;
-  for (int i = 0; slice.count(i) > 0; ++i) store_normed<T>(p, slice, i, mean, rstd, read(source, stage, i));
+  if (p.rstd != nullptr && exists && threadIdx.x == 0) p.rstd[number] = moments.rstd;
+  for_each([&](int64_t column, int count) {
+    const auto read = reader(column, count);
+    float factor[kSize], term[kSize];
+    affine(p, has, read, factor, term);
+    read(h, values);
+    finish<T, kStatistic>(p, has, moments, factor, term, values);
+    store<T, kSize>(p.y, row.offset(p.y) + column, count, values);
+  });
 }
 
 }  // namespace ltx_kernels

@@ -41,14 +41,11 @@ struct NormBackwardParams {
 };
 
 // Rows of the fp32 scratch that the weight gradient is summed from: as many blocks walk over the rows. A function of the shape alone, so
-// that bits agree across GPUs; multiples of 132, the SMs of an H100, where there is work for them, and at most 16 MB.
+// that bits agree across GPUs: 4 or, for rows of over 128 threads, 2 blocks on each of the 132 SMs of an H100, where there are rows for them.
 inline int64_t norm_backward_partials(const Rows& rows) {
-  constexpr int64_t kMultiprocessors = 132;
-  constexpr int64_t kScratchFloats = 4 << 20;
+  const int64_t wanted = rows.hidden <= 2048 ? 528 : 264;
   const int64_t quarter = (rows.count() + 3) / 4;
-  int64_t partials = kMultiprocessors * 4;
-  while (partials > kMultiprocessors && partials * rows.hidden > kScratchFloats) partials -= kMultiprocessors;
-  return partials < quarter ? partials : (quarter > 0 ? quarter : 1);
+  return quarter < 1 ? 1 : (quarter < wanted ? quarter : wanted);
 }
 
 // Each returns a cudaError_t as int; the stream is a cudaStream_t.

@@ -2,129 +2,239 @@
 //   grad_x = rstd·(g - x̂·mean(g·x̂))        grad_weight = Σ over rows of grad_y·x̂
 // One pass over x and grad_y gives both: a fixed number of blocks walk over the rows, the next rows on their way to shared memory while the
 // present ones are computed, and keep their part of grad_weight in registers. The parts are then summed in a fixed order: no atomics.
+// Measured on an H200 at [65536, 2048] bf16: 204 us, 94 % of a copy's rate; without the copies ahead 268 us.
 #include <type_traits>
 
-#include "../core/row.cuh"
+#include "../core/broadcast.cuh"
+#include "../core/launch.cuh"
+#include "../core/reduce.cuh"
+#include "../core/stage.cuh"
+#include "../core/vec.cuh"
 #include "norm.h"
 
 namespace ltx_kernels {
 namespace {
 
-constexpr int kMaxBackwardVectors = 8;
+constexpr int kElements = 16;  // of a row, and of grad_weight, that a thread holds: 16-bit rows up to 8192, fp32 rows up to 8192
+constexpr int kStages = 2;
 
-// g = grad_y·(weight_offset + weight) and x̂ for vector i.
+// Rows at a time, whose sums share a barrier; two fp32 rows would not fit the registers.
 template <typename T>
-__device__ __forceinline__ void load_gradient(const NormBackwardParams& p, const RowSlice<T>& slice, int i, float rstd,
-                                              const Vec<T, kVectorSize<T>>& grad_y, const Vec<T, kVectorSize<T>>& x,
-                                              float (&g)[kVectorSize<T>], float (&normed)[kVectorSize<T>]) {
-  constexpr int kSize = kVectorSize<T>;
-  to_floats(grad_y, g);
-  to_floats(x, normed);
-  multiply_operand<T>(p.weight_offset, p.weight, nullptr, slice, i, g);
+constexpr int kRowsAtATime = sizeof(T) == 2 ? 2 : 1;
+
+// x̂ and g for one vector; `factor` is weight_offset + weight.
+template <int kSize>
+__device__ __forceinline__ void normalise(float rstd, const float (&factor)[kSize], float (&x)[kSize], float (&grad_y)[kSize]) {
 #pragma unroll
-  for (int j = 0; j < kSize; ++j) normed[j] *= rstd;
+  for (int j = 0; j < kSize; ++j) {
+    x[j] = __fmul_rn(x[j], rstd);
+    grad_y[j] = __fmul_rn(grad_y[j], factor[j]);
+  }
 }
 
-// kVecs vectors a thread, with their part of grad_weight in registers; 0: a row of any length, grad_x alone.
-// stages: 2 = the next rows are copied during the present ones, 1 = one at a time, 0 = the rows do not fit and are read again.
-template <typename T, int kVecs>
-__global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_kernel(const __grid_constant__ NormBackwardParams p, const int stages) {
+template <int kSize>
+__device__ __forceinline__ float add_products(float sum, const float (&a)[kSize], const float (&b)[kSize]) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) sum = fmaf(a[j], b[j], sum);
+  return sum;
+}
+
+template <int kSize>
+__device__ __forceinline__ void gradient(float rstd, float mean, const float (&normed)[kSize], float (&g)[kSize]) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) g[j] = __fmul_rn(rstd, fmaf(-normed[j], mean, g[j]));
+}
+
+// What the weight saw: x̂, rounded where Llama rounds.
+template <typename T, int kSize>
+__device__ __forceinline__ void weight_input(const NormBackwardParams& p, float rstd, float (&x)[kSize]) {
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) x[j] = __fmul_rn(x[j], rstd);
+  if (p.cast_before_weight) {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) x[j] = to_float(from_float<T>(x[j]));
+  }
+}
+
+// M: the dtype of weight where kAligned. Otherwise operands may start anywhere and weight be of any dtype; the order of the sums is the same.
+template <typename T, typename M, bool kAligned>
+__global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_kernel(const __grid_constant__ NormBackwardParams p) {
   constexpr int kSize = kVectorSize<T>;
+  constexpr int kVecs = kElements / kSize;
+  constexpr int kRows = kRowsAtATime<T>;
   using Vector = Vec<T, kSize>;
   extern __shared__ int4 shared[];
-  __shared__ float scratch[2][kMaxWarps];
+  __shared__ float scratch[2][kMaxWarps * kRows];
 
-  const int row_vectors = static_cast<int>(ceil_div(p.rows.hidden, kSize));
   const int64_t rows = p.rows.count();
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
-  const auto slice_at = [&](int64_t row) {
-    return RowSlice<T>{RowIndex(row < rows ? row : 0, p.rows), row < rows ? static_cast<int>(p.rows.hidden) : 0};
-  };
-  // [stage, 2, rows_per_block, row_vectors]
-  const auto stage_of = [&](int stage, int operand) {
-    return reinterpret_cast<Vector*>(shared) + ((stage * 2 + operand) * blockDim.y + threadIdx.y) * row_vectors;
-  };
-  const auto stage_rows = [&](int64_t row, int stage) {
-    const RowSlice<T> slice = slice_at(row);
-    stage_row<T>(p.grad_y, slice, stage_of(stage, 0));
-    stage_row<T>(p.x, slice, stage_of(stage, 1));
-    copy_async_commit();
-  };
-
-  float grad_weight[kVecs > 0 ? kVecs : 1][kSize] = {};
-  int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (stages == 2) stage_rows(row, 0);
-  // Every thread of a block makes as many turns: row_sum has a barrier.
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y, turn = 0; first < rows; first += step, row += step, ++turn) {
-    const int stage = stages == 2 ? static_cast<int>(turn & 1) : 0;
-    if (stages == 2) {
-      stage_rows(row + step, stage ^ 1);
-      copy_async_wait<1>();
-    } else if (stages == 1) {
-      stage_rows(row, 0);
-      copy_async_wait<0>();
+  const int hidden = static_cast<int>(p.rows.hidden);
+  const int row_vectors = (hidden + kSize - 1) / kSize;
+  const auto vector = [&](int i) { return static_cast<int>(threadIdx.x + i * blockDim.x); };
+  const auto count = [&](int v) { return kAligned ? kSize : min(kSize, hidden - v * kSize); };
+  // Calls f(row, i, vector) for the vectors of this thread that exist, from the row `first` on.
+  const auto for_each = [&](int64_t first, auto&& f) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < kVecs; ++i) {
+        if (first + row < rows && vector(i) < row_vectors) f(row, i, vector(i));
+      }
     }
-    const RowSlice<T> slice = slice_at(row);
-    const float rstd = slice.hidden > 0 ? p.rstd[row] : 0.f;
-    const auto read = [&](const Operand& operand, int which, int i) -> Vector {
-      if (stages > 0) return stage_of(stage, which)[slice.column(i) / kSize];
-      return load<T, kSize>(operand, slice.offset(operand, i), slice.count(i));
-    };
-    // Calls f(i, grad_y, x) for this thread's vectors; i is a constant where partial sums are indexed by it.
-    const auto for_each_vector = [&](auto&& f) {
-      if constexpr (kVecs > 0) {
+  };
+  // [stage, row, grad_y or x, row_vectors], of this thread's row of the block
+  const auto stage_of = [&](int stage, int row, int operand) {
+    return reinterpret_cast<Vector*>(shared) + ((((threadIdx.y * kStages) + stage) * kRows + row) * 2 + operand) * row_vectors;
+  };
+  const auto copy_ahead = [&](int64_t first, int stage) {
+    if constexpr (kAligned) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        if (first + row >= rows) continue;
+        const auto row_of = [&](const Operand& operand) {
+          return reinterpret_cast<const Vector*>(static_cast<const T*>(operand.data) + row_offset(operand, first + row, p.rows));
+        };
+        const Vector *grad_y = row_of(p.grad_y), *x = row_of(p.x);
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-          if (slice.count(i) > 0) f(i, read(p.grad_y, 0, i), read(p.x, 1, i));
+          if (vector(i) >= row_vectors) continue;
+          copy_async_16(stage_of(stage, row, 0) + vector(i), grad_y + vector(i));
+          copy_async_16(stage_of(stage, row, 1) + vector(i), x + vector(i));
         }
+      }
+      copy_async_commit();
+    }
+  };
+
+  const auto load_factor = [&](int v, float(&factor)[kSize]) {
+    if (p.weight.data == nullptr) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) factor[j] = 1.f;
+      return;
+    }
+    if constexpr (kAligned) {
+      load_floats_as<M>(p.weight.data, v * kSize, true, kSize, factor);
+    } else {
+      load_floats(p.weight, v * kSize, count(v), factor);
+    }
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) factor[j] = __fadd_rn(p.weight_offset, factor[j]);
+  };
+  // Aligned, the factors stay in registers; the addresses of single elements leave no room for them.
+  float factors[kAligned ? kVecs : 1][kSize] = {};
+  if constexpr (kAligned) {
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+      if (vector(i) < row_vectors) load_factor(vector(i), factors[i]);
+    }
+  }
+  const auto normalise_vector = [&](int i, int v, float rstd, float(&normed)[kSize], float(&g)[kSize]) {
+    if constexpr (kAligned) {
+      normalise(rstd, factors[i], normed, g);
+    } else {
+      load_factor(v, factors[0]);
+      normalise(rstd, factors[0], normed, g);
+    }
+  };
+  float grad_weight[kVecs][kSize] = {};
+
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y * kRows;
+  int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) * kRows;
+  copy_ahead(first, 0);
+  // Every thread of a block makes as many turns: row_sums has a barrier. Stage and scratch alternate, so that the next rows may be copied and
+  // summed while a slow warp still reads these.
+  int stage = 0;
+  for (int64_t block_first = static_cast<int64_t>(blockIdx.x) * blockDim.y * kRows; block_first < rows; block_first += step) {
+    copy_ahead(first + step, stage ^ 1);
+    copy_async_wait<1>();
+    Vector grad_y[kRows][kVecs] = {}, x[kRows][kVecs] = {};
+    float rstd[kRows] = {}, mean[kRows] = {};
+    for_each(first, [&](int row, int i, int v) {
+      if constexpr (kAligned) {
+        grad_y[row][i] = stage_of(stage, row, 0)[v];
+        x[row][i] = stage_of(stage, row, 1)[v];
       } else {
-        for (int i = 0; slice.count(i) > 0; ++i) f(i, read(p.grad_y, 0, i), read(p.x, 1, i));
-      }
-    };
-
-    float dot = 0.f;
-    for_each_vector([&](int i, const Vector& grad_y, const Vector& x) {
-      float g[kSize], normed[kSize];
-      load_gradient<T>(p, slice, i, rstd, grad_y, x, g, normed);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) dot += g[j] * normed[j];
-    });
-    // Scratch alternates: the next row's sum may start while a slow warp still reads this one's.
-    const float mean = row_sum(dot, scratch[turn & 1]) / static_cast<float>(p.rows.hidden);
-
-    for_each_vector([&](int i, const Vector& grad_y, const Vector& x) {
-      float g[kSize], normed[kSize];
-      load_gradient<T>(p, slice, i, rstd, grad_y, x, g, normed);
-      float grad_x[kSize];
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) grad_x[j] = rstd * (g[j] - normed[j] * mean);
-      if (p.grad_x.data != nullptr) store<T, kSize>(p.grad_x, slice.offset(p.grad_x, i), slice.count(i), grad_x);
-      if constexpr (kVecs > 0) {
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) {
-          const float seen = p.cast_before_weight ? to_float(from_float<T>(normed[j])) : normed[j];
-          grad_weight[i][j] += to_float(grad_y.value[j]) * seen;
-        }
+        const auto load_vector = [&](const Operand& operand) {
+          return load_elements<T, kSize>(static_cast<const T*>(operand.data) + row_offset(operand, first + row, p.rows) + v * kSize, count(v));
+        };
+        grad_y[row][i] = load_vector(p.grad_y);
+        x[row][i] = load_vector(p.x);
       }
     });
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) rstd[row] = first + row < rows ? p.rstd[first + row] : 0.f;
+    for_each(first, [&](int row, int i, int v) {
+      float g[kSize], normed[kSize];
+      to_floats(grad_y[row][i], g);
+      to_floats(x[row][i], normed);
+      normalise_vector(i, v, rstd[row], normed, g);
+      mean[row] = add_products(mean[row], g, normed);
+    });
+    row_sums(mean, scratch[stage]);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) mean[row] *= p.rows.inverse_hidden;
+
+    for_each(first, [&](int row, int i, int v) {
+      float g[kSize], normed[kSize];
+      to_floats(grad_y[row][i], g);
+      to_floats(x[row][i], normed);
+      weight_input<T>(p, rstd[row], normed);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) grad_weight[i][j] = fmaf(g[j], normed[j], grad_weight[i][j]);
+      to_floats(x[row][i], normed);
+      normalise_vector(i, v, rstd[row], normed, g);
+      gradient(rstd[row], mean[row], normed, g);
+      store_floats_as<T>(p.grad_x.data, row_offset(p.grad_x, first + row, p.rows) + v * kSize, kAligned, count(v), g);
+    });
+    first += step;
+    stage ^= 1;
   }
 
-  if (kVecs == 0 || p.grad_weight_partials == nullptr) return;
+  if (p.grad_weight_partials == nullptr) return;
   // The rows of the block add up, one after the other, in the block's row of partial sums.
-  const RowSlice<T> slice{RowIndex(0, p.rows), static_cast<int>(p.rows.hidden)};
-  float* const partials = p.grad_weight_partials + static_cast<int64_t>(blockIdx.x) * p.rows.hidden;
+  float* const partials = p.grad_weight_partials + static_cast<int64_t>(blockIdx.x) * hidden;
   for (unsigned turn = 0; turn < blockDim.y; ++turn) {
     if (threadIdx.y == turn) {
 #pragma unroll
-      for (int i = 0; i < (kVecs > 0 ? kVecs : 1); ++i) {
+      for (int i = 0; i < kVecs; ++i) {
+        const int column = vector(i) * kSize;
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
-          if (j < slice.count(i)) partials[slice.column(i) + j] = grad_weight[i][j] + (turn > 0 ? partials[slice.column(i) + j] : 0.f);
+          if (column + j < hidden) partials[column + j] = grad_weight[i][j] + (turn > 0 ? partials[column + j] : 0.f);
         }
       }
     }
     __syncthreads();
   }
+}
+
+// grad_x alone, for rows of any length, which are read once for each pass.
+template <typename T>
+__global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_long_kernel(const __grid_constant__ NormBackwardParams p) {
+  constexpr int kSize = kVectorSize<T>;
+  __shared__ float scratch[kMaxWarps];
+  const int64_t row = blockIdx.x;
+  const RowIndex index(row, p.rows);
+  const float rstd = p.rstd[row];
+  const auto for_each = [&](auto&& f) {
+    for (int64_t column = static_cast<int64_t>(threadIdx.x) * kSize; column < p.rows.hidden; column += static_cast<int64_t>(blockDim.x) * kSize) {
+      const int count = static_cast<int>(min(static_cast<int64_t>(kSize), p.rows.hidden - column));
+      float factor[kSize] = {}, g[kSize], normed[kSize];
+      if (p.weight.data != nullptr) load_floats(p.weight, column, count, factor);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) factor[j] = p.weight.data != nullptr ? __fadd_rn(p.weight_offset, factor[j]) : 1.f;
+      to_floats(load<T, kSize>(p.grad_y, index.offset(p.grad_y) + column, count), g);
+      to_floats(load<T, kSize>(p.x, index.offset(p.x) + column, count), normed);
+      normalise(rstd, factor, normed, g);
+      f(column, count, g, normed);
+    }
+  };
+  float dot = 0.f;
+  for_each([&](int64_t, int, float(&g)[kSize], float(&normed)[kSize]) { dot = add_products(dot, g, normed); });
+  const float mean = row_sum(dot, scratch) * p.rows.inverse_hidden;
+  for_each([&](int64_t column, int count, float(&g)[kSize], float(&normed)[kSize]) {
+    gradient(rstd, mean, normed, g);
+    store<T, kSize>(p.grad_x, index.offset(p.grad_x) + column, count, g);
+  });
 }
 
 constexpr int kColumnThreads = 32;
@@ -143,7 +253,7 @@ __device__ __forceinline__ float column_sum(float value) {
   return sum;
 }
 
-// Partial sums of grad_weight for rows too long for the kernel above: a block takes 32 columns and every gridDim.y-th row.
+// Partial sums of grad_weight for the long rows: a block takes 32 columns and every gridDim.y-th group of rows.
 template <typename T>
 __global__ void norm_weight_partials_kernel(const __grid_constant__ NormBackwardParams p) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x;
@@ -153,8 +263,9 @@ __global__ void norm_weight_partials_kernel(const __grid_constant__ NormBackward
     for (int64_t row = static_cast<int64_t>(blockIdx.y) * kColumnRows + threadIdx.y; row < p.rows.count(); row += step) {
       const RowIndex index(row, p.rows);
       const float grad_y = to_float(static_cast<const T*>(p.grad_y.data)[index.offset(p.grad_y) + column]);
-      const float normed = to_float(static_cast<const T*>(p.x.data)[index.offset(p.x) + column]) * p.rstd[row];
-      sum += grad_y * (p.cast_before_weight ? to_float(from_float<T>(normed)) : normed);
+      float x[1] = {to_float(static_cast<const T*>(p.x.data)[index.offset(p.x) + column])};
+      weight_input<T>(p, p.rstd[row], x);
+      sum = fmaf(grad_y, x[0], sum);
     }
   }
   sum = column_sum(sum);
@@ -182,15 +293,18 @@ __global__ void sum_partials_kernel(const __grid_constant__ NormBackwardParams p
   }
 }
 
-template <typename T, int kVecs>
-cudaError_t launch_rows(const NormBackwardParams& p, int threads_per_row, int64_t blocks, cudaStream_t stream) {
-  const int64_t row_vectors = ceil_div(p.rows.hidden, kVectorSize<T>);
-  const int rows_per_block = threads_per_row < 128 ? 128 / threads_per_row : 1;
-  const int64_t stage_bytes = 2 * rows_per_block * row_vectors * kVectorBytes;
-  int stages = 2;
-  if (const cudaError_t error = allow_shared_memory(norm_backward_kernel<T, kVecs>, stage_bytes, &stages); error != cudaSuccess) return error;
-  const dim3 threads(threads_per_row, rows_per_block);
-  norm_backward_kernel<T, kVecs><<<static_cast<unsigned>(blocks), threads, stages * stage_bytes, stream>>>(p, stages);
+template <typename T, typename M, bool kAligned>
+cudaError_t launch_rows(const NormBackwardParams& p, const RowLaunch& config, cudaStream_t stream) {
+  const auto kernel = norm_backward_kernel<T, M, kAligned>;
+  int64_t shared = 0;
+  if constexpr (kAligned) {
+    shared = kStages * kRowsAtATime<T> * 2 * config.rows_per_block * ceil_div(p.rows.hidden, kVectorSize<T>) * kVectorBytes;
+    int fits = 1;
+    if (const cudaError_t error = allow_shared_memory(kernel, shared, &fits); error != cudaSuccess) return error;
+    if (!fits) return launch_rows<T, T, false>(p, config, stream);
+  }
+  const dim3 threads(config.threads_per_row, config.rows_per_block);
+  kernel<<<static_cast<unsigned>(norm_backward_partials(p.rows)), threads, shared, stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -198,23 +312,29 @@ template <typename T>
 cudaError_t launch(const NormBackwardParams& p, cudaStream_t stream) {
   const int64_t row_vectors = ceil_div(p.rows.hidden, kVectorSize<T>);
   const bool wants_weight = p.grad_weight_partials != nullptr;
-  const int64_t blocks = norm_backward_partials(p.rows);
+  const RowLaunch config = row_launch(row_vectors, kElements / kVectorSize<T>, /*block_threads=*/128);
+  const dim3 column_threads(kColumnThreads, kColumnRows);
+  const auto column_blocks = static_cast<unsigned>(ceil_div(p.rows.hidden, kColumnThreads));
   cudaError_t error = cudaSuccess;
-  // 4 vectors a thread up to 512 threads, 8 beyond.
-  if (row_vectors <= 4 * kMaxThreadsPerRow) {
-    error = launch_rows<T, 4>(p, row_launch(row_vectors, 4, 128).threads_per_row, blocks, stream);
-  } else if (row_vectors <= kMaxBackwardVectors * kMaxThreadsPerRow) {
-    error = launch_rows<T, kMaxBackwardVectors>(p, kMaxThreadsPerRow, blocks, stream);
-  } else {
-    error = launch_rows<T, 0>(p, kMaxThreadsPerRow, blocks, stream);
+  if (config.threads_per_row * static_cast<int64_t>(kElements) >= p.rows.hidden) {
+    const bool aligned = p.x.vectorized && p.grad_y.vectorized && p.grad_x.vectorized && (p.weight.data == nullptr || p.weight.vectorized);
+    if (aligned && (p.weight.data == nullptr || p.weight.dtype == kDtype<T>)) {
+      error = launch_rows<T, T, true>(p, config, stream);
+    } else if (aligned && p.weight.dtype == Dtype::kFloat32) {
+      error = launch_rows<T, float, true>(p, config, stream);
+    } else {
+      error = launch_rows<T, T, false>(p, config, stream);
+    }
+  } else if (p.rows.count() > 0) {
+    norm_backward_long_kernel<T><<<static_cast<unsigned>(p.rows.count()), kMaxThreadsPerRow, 0, stream>>>(p);
+    error = cudaGetLastError();
     if (error == cudaSuccess && wants_weight) {
-      const dim3 grid(static_cast<unsigned>(ceil_div(p.rows.hidden, kColumnThreads)), static_cast<unsigned>(p.partials));
-      norm_weight_partials_kernel<T><<<grid, dim3(kColumnThreads, kColumnRows), 0, stream>>>(p);
+      norm_weight_partials_kernel<T><<<dim3(column_blocks, static_cast<unsigned>(p.partials)), column_threads, 0, stream>>>(p);
       error = cudaGetLastError();
     }
   }
   if (error != cudaSuccess || !wants_weight) return error;
-  sum_partials_kernel<<<static_cast<unsigned>(ceil_div(p.rows.hidden, kColumnThreads)), dim3(kColumnThreads, kColumnRows), 0, stream>>>(p);
+  sum_partials_kernel<<<column_blocks, column_threads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

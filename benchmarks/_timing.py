@@ -1,0 +1,193 @@
+"""Times that can be compared: cold L2, candidates interleaved in a rotating order, medians with their spread.
+
+Two methods on a GPU. `graph`: a CUDA graph of launches that rotate over enough inputs to leave the L2 behind, timed as
+a whole; the launch costs nothing, so it is right for short ops. `flush`: the L2 is overwritten before each launch and
+events stand around the launch alone; right from about 20 us on, where the events' own microsecond is small.
+On a CPU the clock is read around each call.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+GRAPH_BELOW_BYTES = 64 << 20  # about 20 us of an H200's memory
+MIN_LAUNCHES = 16  # a graph
+MAX_SETS = 512
+ROUNDS = 6
+
+Times = tuple[float, float, float]  # p10, median, p90 in us
+
+
+def l2_bytes(device: str) -> int:
+    return torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
+
+
+def input_sets(device: str, nbytes: int, warm: bool) -> int:
+    """How many copies of the inputs and outputs a rotation needs so that each launch finds a cold L2."""
+    if device == "cpu" or warm:
+        return 1
+    if nbytes >= GRAPH_BELOW_BYTES:
+        return 1  # the flush makes it cold
+    return min(MAX_SETS, max(2, -(-4 * l2_bytes(device) // max(nbytes, 1))))
+
+
+def method(device: str, nbytes: int, sets: int, warm: bool) -> str:
+    if device == "cpu":
+        return "clock"
+    if nbytes >= GRAPH_BELOW_BYTES and not warm:
+        return "flush"
+    return "graph" if sets * nbytes >= 2 * l2_bytes(device) else "graph, warm L2"
+
+
+class _Clock:
+    """Samples of calls by the host's clock."""
+
+    def __init__(self, calls: list[Callable]):
+        self.call = calls[0]
+        self.taken: list = []
+
+    def sample(self) -> None:
+        start = time.perf_counter()
+        self.call()
+        self.taken.append((time.perf_counter() - start) * 1e6)
+
+    def collect(self) -> list[float]:
+        return self.taken
+
+
+class _Events:
+    """Samples of what `run` puts on the stream, by pairs of events that are read once the device is done."""
+
+    launches = 1
+
+    def __init__(self):
+        self.taken: list = []
+
+    def before(self) -> None:
+        pass
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+    def sample(self) -> None:
+        self.before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.run()
+        end.record()
+        self.taken.append((start, end))
+
+    def collect(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 / self.launches for start, end in self.taken]
+
+
+def _capture(calls: list[Callable], launches: int) -> tuple[torch.cuda.CUDAGraph, list]:
+    """A graph of `launches` calls. Outputs live for one rotation, so that no launch writes where a recent one did.
+
+    It is captured on the current stream, which must not be the default one, nor another than that of the inputs'
+    forward: autograd runs a backward where its forward ran.
+    """
+    for call in calls[:3]:
+        call()
+    torch.cuda.synchronize()
+    graph, outputs = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for i in range(launches):
+            outputs.append(calls[i % len(calls)]())
+            if len(outputs) > len(calls):
+                outputs.pop(0)
+    return graph, outputs
+
+
+class _Graph(_Events):
+    def __init__(self, calls: list[Callable]):
+        super().__init__()
+        self.launches = -(-MIN_LAUNCHES // len(calls)) * len(calls)
+        self.graph, self.outputs = _capture(calls, self.launches)
+
+    def run(self) -> None:
+        self.graph.replay()
+
+
+class _Flush(_Events):
+    def __init__(self, calls: list[Callable], flush: torch.Tensor):
+        super().__init__()
+        self.calls, self.flush, self.turn = calls, flush, 0
+        if host_us(calls[0], calls=10, batches=3)[1] > 30:  # more than the flush hides: events would time the host
+            self.graphs = [_capture([call], 1) for call in calls]
+            self.calls = [graph.replay for graph, _ in self.graphs]
+
+    def before(self) -> None:
+        self.flush.zero_()
+
+    def run(self) -> None:
+        self.calls[self.turn % len(self.calls)]()
+        self.turn += 1
+
+
+def host_us(call: Callable, calls: int = 1000, batches: int = 9) -> Times:
+    """Host time of one call: what it takes to launch, not to run. Small inputs, so that the device keeps up."""
+    for _ in range(10):
+        call()
+    samples = []
+    for _ in range(batches):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append((time.perf_counter() - start) * 1e6 / calls)
+    return spread(samples)
+
+
+def spread(samples: list[float]) -> Times:
+    if len(samples) < 2:
+        return (samples[0],) * 3
+    tenths = statistics.quantiles(samples, n=10, method="inclusive")
+    return tenths[0], statistics.median(samples), tenths[8]
+
+
+class Bench:
+    """Times of several candidates for one problem. `calls`: one closure an input set."""
+
+    def __init__(self, device: str, how: str, budget_ms: float):
+        self.how, self.budget_ms = how, budget_ms
+        self.flush = None
+        if how == "flush":
+            self.flush = torch.empty(4 * l2_bytes(device), dtype=torch.int8, device=device)
+
+    def sampler(self, calls: list[Callable]) -> _Clock | _Events:
+        if self.how == "clock":
+            return _Clock(calls)
+        return _Flush(calls, self.flush) if self.how == "flush" else _Graph(calls)
+
+    def run(self, candidates: dict[str, list[Callable]], failed: Callable[[str, Exception], None]) -> dict[str, Times]:
+        samplers, counts = {}, {}
+        for name, calls in candidates.items():
+            try:
+                sampler = self.sampler(calls)
+                start = time.perf_counter()
+                for _ in range(3):
+                    sampler.sample()
+                sampler.collect()
+                cost_ms = (time.perf_counter() - start) * 1e3 / 3
+            except Exception as error:  # a peer that cannot be captured, or runs out of memory
+                failed(name, error)
+                continue
+            sampler.taken.clear()
+            samplers[name] = sampler
+            counts[name] = max(1, min(200, int(self.budget_ms / ROUNDS / max(cost_ms, 1e-3))))
+        names = list(samplers)
+        for turn in range(ROUNDS):
+            shift = turn % max(1, len(names))
+            for name in names[shift:] + names[:shift]:
+                samplers[name].sample()
+                samplers[name].taken.pop()  # this one came after another candidate
+                for _ in range(counts[name]):
+                    samplers[name].sample()
+        return {name: spread(sampler.collect()) for name, sampler in samplers.items()}

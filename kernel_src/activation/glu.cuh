@@ -1,0 +1,151 @@
+// The gated activation core: one elementwise kernel for geglu, swiglu and gelu, read and written once. The packed
+// halves of [*, 2·D] are two operands with the same strides. What distinguishes it from a plain elementwise kernel is
+// the width of an access: a second half starts anywhere, so the launch takes the widest access that every row of every
+// operand is aligned for.
+#pragma once
+
+#include "../core/broadcast.cuh"
+#include "../core/launch.cuh"
+#include "../core/math.cuh"
+#include "../core/vec.cuh"
+#include "glu.h"
+
+namespace ltx_kernels {
+
+constexpr int kGluThreads = 256;
+constexpr int kGluBlocks = 6;  // on a multiprocessor, at 40 registers: 96 KB of loads in flight
+
+// Accesses of each operand that a thread has in flight.
+template <typename T, int kSize>
+constexpr int kGluUnits = sizeof(T) * kSize == kVectorBytes ? 2 : 4;
+
+// Division by a number that the host knows: two multiplications while 31 bits hold the dividend and the divisor
+// (Granlund and Montgomery).
+struct Divisor {
+  int64_t value;
+  uint32_t multiplier = 0;
+  uint32_t shift = 0;
+
+  explicit Divisor(int64_t divisor) : value(divisor) {
+    while ((int64_t{1} << shift) < divisor) ++shift;
+    if (shift < 32) multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - divisor) << 32) / divisor + 1);
+  }
+
+  // Quotient and remainder.
+  __device__ __forceinline__ int64_t divide(int64_t dividend, int64_t* remainder) const {
+    if ((dividend | value) >> 31 != 0) return ltx_kernels::divide(dividend, value, remainder);
+    const auto low = static_cast<uint32_t>(dividend);
+    const uint32_t quotient = (__umulhi(low, multiplier) + low) >> shift;
+    *remainder = low - quotient * static_cast<uint32_t>(value);
+    return quotient;
+  }
+};
+
+// The grid: slices of the outer two dims, slice_blocks blocks each. A row is row_units accesses of kSize elements;
+// kGluThreads accesses further is step_rows rows and step_units accesses.
+struct GluGrid {
+  int64_t slice_blocks;
+  Divisor row_units;
+  int64_t step_rows;
+  int64_t step_units;
+
+  GluGrid(const Rows& rows, int size, int units) : row_units(rows.hidden / size) {
+    slice_blocks = ceil_div(rows.sizes[2] * row_units.value, kGluThreads * units);
+    step_rows = kGluThreads / row_units.value;
+    step_units = kGluThreads % row_units.value;
+  }
+};
+
+template <typename T, int kSize>
+__device__ __forceinline__ Vec<T, kSize> load_unit(const T* source) {
+  return *reinterpret_cast<const Vec<T, kSize>*>(source);
+}
+
+template <bool kExact, int kSize>
+__device__ __forceinline__ void activate(Activation activation, float (&values)[kSize]) {
+  // Uniform: the switch is outside the loops, which unroll.
+  switch (activation) {
+    case Activation::kGeluErf:
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) values[j] = gelu_erf<kExact>(values[j]);
+      return;
+    case Activation::kGeluTanh:
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) values[j] = gelu_tanh(values[j]);
+      return;
+    case Activation::kSilu:
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) values[j] = silu<kExact>(values[j]);
+      return;
+  }
+}
+
+template <typename T, int kSize>
+__device__ __forceinline__ void store_activated(const GluParams& p, T* target, const Vec<T, kSize>& gate,
+                                                const Vec<T, kSize>& value) {
+  float y[kSize];
+  to_floats(gate, y);
+  activate<std::is_same_v<T, float>>(p.activation, y);
+  if (p.value.data != nullptr) {
+    float factor[kSize];
+    to_floats(value, factor);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) y[j] *= factor[j];
+  }
+  *reinterpret_cast<Vec<T, kSize>*>(target) = from_floats<T, kSize>(y);
+}
+
+// Rows are whole accesses of kSize elements, aligned to their size; only a single row may have a few elements more.
+template <typename T, int kSize>
+__global__ void __launch_bounds__(kGluThreads, kGluBlocks)
+    glu_kernel(const __grid_constant__ GluParams p, const __grid_constant__ GluGrid grid) {
+  constexpr int kUnits = kGluUnits<T, kSize>;
+  using Unit = Vec<T, kSize>;
+  const bool gated = p.value.data != nullptr;
+  const T* gates = static_cast<const T*>(p.gate.data);
+  const T* values = static_cast<const T*>(p.value.data);
+  T* targets = static_cast<T*>(p.y.data);
+  int64_t block = blockIdx.x;
+  if (grid.slice_blocks != gridDim.x) {
+    int64_t index[2];
+    index[0] = divide(divide(block, grid.slice_blocks, &block), p.rows.sizes[1], &index[1]);
+    gates += index[0] * p.gate.strides[0] + index[1] * p.gate.strides[1];
+    values += index[0] * p.value.strides[0] + index[1] * p.value.strides[1];
+    targets += index[0] * p.y.strides[0] + index[1] * p.y.strides[1];
+  }
+
+  int64_t unit;
+  int64_t row = grid.row_units.divide(block * (kGluThreads * kUnits) + threadIdx.x, &unit);
+  // All loads first, then the arithmetic.
+  Unit gate[kUnits], value[kUnits];
+  int64_t target[kUnits];  // negative: no such access
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    target[i] = -1;
+    if (row < p.rows.sizes[2]) {
+      const int64_t column = unit * kSize;
+      gate[i] = load_unit<T, kSize>(gates + row * p.gate.strides[2] + column);
+      if (gated) value[i] = load_unit<T, kSize>(values + row * p.value.strides[2] + column);
+      target[i] = row * p.y.strides[2] + column;
+    }
+    // The next access, without another division.
+    row += grid.step_rows;
+    unit += grid.step_units;
+    if (unit >= grid.row_units.value) {
+      unit -= grid.row_units.value;
+      ++row;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    if (target[i] >= 0) store_activated<T, kSize>(p, targets + target[i], gate[i], value[i]);
+  }
+
+  const int64_t rest = grid.row_units.value * kSize + threadIdx.x;
+  if (kSize > 1 && blockIdx.x == 0 && rest < p.rows.hidden) {
+    const Vec<T, 1> last = load_unit<T, 1>(gates + rest);
+    store_activated<T, 1>(p, targets + rest, last, gated ? load_unit<T, 1>(values + rest) : last);
+  }
+}
+
+}  // namespace ltx_kernels

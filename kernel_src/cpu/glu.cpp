@@ -1,0 +1,91 @@
+// The gated activation core on the CPU: one loop a row, of which each combination of dtype and activation is compiled
+// to vectorise.
+#include "../activation/glu.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "math.h"
+#include "rows.h"
+
+namespace ltx_kernels {
+namespace {
+
+// Elements of a task: a long row is several.
+constexpr int64_t kPiece = 4096;
+
+struct Float32 {
+  using Storage = float;
+  static float load(float value) { return value; }
+  static float store(float value) { return value; }
+};
+struct Float16 {
+  using Storage = uint16_t;
+  static float load(uint16_t bits) { return float16_to_float(bits); }
+  static uint16_t store(float value) { return float_to_float16(value); }
+};
+struct BFloat16 {
+  using Storage = uint16_t;
+  static float load(uint16_t bits) { return bfloat16_to_float(bits); }
+  static uint16_t store(float value) { return float_to_bfloat16(value); }
+};
+
+// Always inline: a function that a clone for AVX2 calls would itself be compiled for the oldest x86-64.
+// y[i] = f(gate[i])·value[i]; no `value`: f(gate[i]). The tensors do not overlap: y is new.
+template <typename T, typename F>
+[[gnu::always_inline]] inline void activate_piece(const typename T::Storage* gate, const typename T::Storage* value,
+                                                  int64_t count, typename T::Storage* __restrict y, F&& f) {
+  if (value != nullptr) {
+    for (int64_t i = 0; i < count; ++i) y[i] = T::store(f(T::load(gate[i])) * T::load(value[i]));
+  } else {
+    for (int64_t i = 0; i < count; ++i) y[i] = T::store(f(T::load(gate[i])));
+  }
+}
+
+template <typename T>
+[[gnu::always_inline]] inline void activate_pieces(const GluParams& p, int64_t row_pieces, int64_t begin, int64_t end) {
+  using Storage = typename T::Storage;
+  for (int64_t number = begin; number < end; ++number) {
+    const RowOffsets row(number / row_pieces, p.rows);
+    const int64_t first = number % row_pieces * kPiece;
+    const int64_t count = std::min(kPiece, p.rows.hidden - first);
+    const auto* gate = static_cast<const Storage*>(p.gate.data) + row.of(p.gate) + first;
+    const auto* value =
+        p.value.data != nullptr ? static_cast<const Storage*>(p.value.data) + row.of(p.value) + first : nullptr;
+    auto* y = static_cast<Storage*>(p.y.data) + row.of(p.y) + first;
+    switch (p.activation) {
+      case Activation::kGeluErf:
+        activate_piece<T>(gate, value, count, y, [](float x) { return gelu_erf<std::is_same_v<T, Float32>>(x); });
+        break;
+      case Activation::kGeluTanh:
+        activate_piece<T>(gate, value, count, y, [](float x) { return gelu_tanh(x); });
+        break;
+      case Activation::kSilu:
+        activate_piece<T>(gate, value, count, y, [](float x) { return silu(x); });
+        break;
+    }
+  }
+}
+
+LTX_KERNELS_MULTIVERSION void activate_pieces(const GluParams& p, int64_t row_pieces, int64_t begin, int64_t end) {
+  switch (p.y.dtype) {
+    case Dtype::kFloat32:
+      return activate_pieces<Float32>(p, row_pieces, begin, end);
+    case Dtype::kFloat16:
+      return activate_pieces<Float16>(p, row_pieces, begin, end);
+    case Dtype::kBFloat16:
+      return activate_pieces<BFloat16>(p, row_pieces, begin, end);
+  }
+}
+
+}  // namespace
+
+void glu_cpu(const GluParams& params) {
+  GluParams p = params;
+  join_rows(&p);
+  const int64_t row_pieces = (p.rows.hidden + kPiece - 1) / kPiece;
+  torch::stable::parallel_for(0, p.rows.count() * row_pieces, row_grain(std::min(kPiece, p.rows.hidden)),
+                              [&](int64_t begin, int64_t end) { activate_pieces(p, row_pieces, begin, end); });
+}
+
+}  // namespace ltx_kernels

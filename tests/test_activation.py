@@ -1,0 +1,603 @@
+"""The gated activations, forward: geglu, swiglu, gelu.
+
+Every test runs on both backends. Accuracy is judged by reference.py's rule; a regression test is named by the failure
+that it guards.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import reference
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from conftest import DTYPES
+from reference import assert_no_worse_than_eager
+
+FP32, FP16, BF16 = DTYPES.values()
+FP64 = torch.float64
+
+#: case -> (function, keyword arguments, operands); a packed operand has two halves, each as wide as the output.
+CASES = {
+    "geglu": ("geglu", {}, {"x": 2}),
+    "geglu-tanh": ("geglu", {"approximate": "tanh"}, {"x": 2}),
+    "geglu-gate_first": ("geglu", {"gate_first": True}, {"x": 2}),
+    "swiglu": ("swiglu", {}, {"x": 2}),
+    "swiglu-gate_last": ("swiglu", {"gate_first": False}, {"x": 2}),
+    "swiglu-two_tensors": ("swiglu", {}, {"x": 1, "up": 1}),
+    "gelu": ("gelu", {"approximate": "none"}, {"x": 1}),
+    "gelu-tanh": ("gelu", {}, {"x": 1}),
+}
+#: One of each shape of arguments, where the formula does not matter.
+FORMS = ("geglu", "swiglu-two_tensors", "gelu-tanh")
+PACKED = [case for case in CASES if CASES[case][2] == {"x": 2}]
+
+# Around the vector sizes, odd ones, and those that users reported.
+WIDTHS = [1, 2, 3, 4, 7, 8, 9, 64, 127, 250, 1001, 3420, 4096, 13824]
+
+
+@pytest.fixture(params=CASES)
+def case(request) -> str:
+    return request.param
+
+
+def make_inputs(case, shape, dtype, device, size=2.0) -> dict:
+    """Inputs for an output of this shape."""
+    operands = CASES[case][2]
+    return {
+        name: (size * torch.randn(*shape[:-1], halves * shape[-1], device=device)).to(dtype)
+        for name, halves in operands.items()
+    }
+
+
+def call(k, case, inputs):
+    name, variant, _ = CASES[case]
+    return getattr(k, name)(**inputs, **variant)
+
+
+def check_layout(k, case, inputs):
+    """The bits of contiguous inputs, on which `check` is for other tests: too few elements here for a statistic."""
+    output = call(k, case, inputs)
+    assert output.is_contiguous()
+    contiguous = {n: t.clone(memory_format=torch.contiguous_format) for n, t in inputs.items()}
+    assert torch.equal(output, call(k, case, contiguous))
+    expected = getattr(reference, CASES[case][0])(**inputs, **CASES[case][1]).to(output.dtype)
+    torch.testing.assert_close(output, expected, rtol=0.01 if output.dtype == BF16 else 1e-3, atol=1e-4)
+    return output
+
+
+def check(k, case, inputs):
+    """The op against fp64 by the rule: a contiguous output of x's dtype, the inputs untouched."""
+    name, variant, _ = CASES[case]
+    before = {key: tensor.clone() for key, tensor in inputs.items()}
+    output = call(k, case, inputs)
+    for key, tensor in inputs.items():
+        assert torch.equal(tensor, before[key]), f"{name} wrote to {key}"
+    assert output.is_contiguous()
+    expected, eager = (getattr(reference, name)(**inputs, **variant, compute=t) for t in (FP64, FP32))
+    assert_no_worse_than_eager(output, eager, expected, inputs["x"].dtype)
+    return output
+
+
+def misaligned(tensor):
+    """The same values, one element past an aligned start."""
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return flat[1:].view(tensor.shape).copy_(tensor)
+
+
+# ---- sizes, dtypes, formulas -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_width(k, case, device, dtype, width):
+    """flashinfer#5013: at 3420 in fp16 the second half of a packed tensor is not aligned for a vector."""
+    check(k, case, make_inputs(case, (2, 200 if width < 10 else 10, width), dtype, device))
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("width", [96, 1001, 2048])
+def test_typical_sizes(k, case, device, dtype, width):
+    check(k, case, make_inputs(case, (2, 64, width), dtype, device))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 255, 256, 257, 65535, 65536, 65537])
+@pytest.mark.parametrize("form", FORMS)
+def test_any_number_of_rows(k, form, device, rows):
+    """apex#411: a grid dimension ends at 65535. Widths for each kind of access: a vector, a pair, an element."""
+    for width in (8, 6, 3):
+        check_layout(k, form, make_inputs(form, (rows, width), BF16, device))
+
+
+def eager_in_dtype(case, inputs):
+    """What a model computes today: each op rounds to the dtype."""
+    name, variant, operands = CASES[case]
+    if name == "gelu":
+        return F.gelu(inputs["x"], approximate=variant.get("approximate", "tanh"))
+    if "up" in operands:
+        gate, value = inputs["x"], inputs["up"]
+    else:
+        gate, value = reference._halves(inputs["x"], variant.get("gate_first", name == "swiglu"))
+    activated = F.silu(gate) if name == "swiglu" else F.gelu(gate, approximate=variant.get("approximate", "none"))
+    return activated * value
+
+
+@pytest.mark.parametrize("centre", [-20.0, -9.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 4.0, 20.0])
+def test_accuracy_in_every_part_of_the_curve(k, case, device, dtype, centre):
+    """An error in the tails drowns in the RMS of a whole normal distribution: a narrow one at each place."""
+    for spread in (0.25, 1e-3):
+        inputs = make_inputs(case, (64, 512), dtype, device, size=spread)
+        inputs["x"] += centre
+        name, variant, _ = CASES[case]
+        expected = getattr(reference, name)(**inputs, **variant)
+        if expected.abs().max() < torch.finfo(dtype).smallest_normal:
+            continue  # nothing to be relative to
+        assert_no_worse_than_eager(call(k, case, inputs), eager_in_dtype(case, inputs), expected, dtype)
+
+
+def test_large_and_special_values(k, case, device, dtype):
+    """What the formulas give: 0 far below, x far above, infinity for infinity, NaN for -infinity (-inf * 0) and NaN."""
+    big = torch.finfo(dtype).max
+    special = [0.0, -0.0, 1e-8, -1e-8, 1e4, -1e4, 6e4, -6e4, big, -big, 90.0, -90.0, 200.0, -200.0]
+    special += [float("inf"), float("-inf"), float("nan")]
+    gate = torch.tensor(special, device=device).to(dtype).repeat(3, 1)
+    name, variant, operands = CASES[case]
+    if case in PACKED:
+        one = torch.ones_like(gate)
+        gate_first = variant.get("gate_first", name == "swiglu")
+        inputs = {"x": torch.cat([gate, one] if gate_first else [one, gate], -1)}
+    else:
+        inputs = {"x": gate, **{name: torch.ones_like(gate) for name in operands if name != "x"}}
+    expected = getattr(reference, name)(**inputs, **variant).to(dtype)
+    assert expected[0, 0] == 0 and expected[0, 4] == gate[0, 4] and expected[0, -3] == float("inf")
+    assert expected[0, -2:].isnan().all()
+    torch.testing.assert_close(call(k, case, inputs), expected, equal_nan=True, rtol=1e-6, atol=1e-30)
+
+
+def test_a_special_value_stays_where_it_is(k, case, device, dtype):
+    inputs = make_inputs(case, (5, 200), dtype, device)
+    clean = call(k, case, inputs)
+    for tensor in inputs.values():
+        tensor[2, 17] = float("nan")
+    output = call(k, case, inputs)
+    assert output[2, 17].isnan()
+    output[2, 17] = clean[2, 17]
+    assert torch.equal(output, clean)
+
+
+def test_the_value_is_not_activated(k, device, dtype):
+    """Which half is which: diffusers' GEGLU gates with the second half, Llama's SwiGLU with the first."""
+    first, second = (
+        torch.full((4, 64), 3.0, device=device).to(dtype),
+        torch.full((4, 64), -2.0, device=device).to(dtype),
+    )
+    x = torch.cat([first, second], -1)
+
+    def close(actual, expected):
+        torch.testing.assert_close(actual, expected.to(dtype), rtol=1e-2, atol=1e-4)
+
+    close(k.geglu(x), first * F.gelu(second))
+    close(k.geglu(x, gate_first=True), F.gelu(first) * second)
+    close(k.geglu(x, approximate="tanh"), first * F.gelu(second, approximate="tanh"))
+    close(k.swiglu(x), F.silu(first) * second)
+    close(k.swiglu(x, gate_first=False), first * F.silu(second))
+    close(k.swiglu(first, second), F.silu(first) * second)
+    close(k.gelu(second), F.gelu(second, approximate="tanh"))
+    close(k.gelu(second, approximate="none"), F.gelu(second))
+
+
+@torch.no_grad()
+def test_diffusers_classes(k, device, dtype):
+    activations = pytest.importorskip("diffusers.models.activations")
+    x = torch.randn(2, 33, 64, device=device).to(dtype)
+    for module, function in (
+        (activations.GEGLU(64, 96), k.geglu),
+        (activations.SwiGLU(64, 96), lambda x: k.swiglu(x, gate_first=False)),
+        (activations.GELU(64, 96), lambda x: k.gelu(x, approximate="none")),
+        (activations.GELU(64, 96, approximate="tanh"), k.gelu),
+    ):
+        module = module.to(device, dtype)
+        projected = module.proj(x)
+        exact = type(module).forward(module.double(), x.double())
+        stock = module.to(dtype)(x)
+        ours = function(projected)
+        assert ours.shape == stock.shape
+        # The projection's rounding is in both, so the stock error bounds ours with some room for chance.
+        assert reference.rms_error(ours, exact) <= 1.02 * reference.rms_error(stock, exact) + 1e-7
+
+
+@torch.no_grad()
+def test_transformers_llama_mlp(k, device, dtype):
+    llama = pytest.importorskip("transformers.models.llama")
+    config = llama.LlamaConfig(hidden_size=64, intermediate_size=160)
+    mlp = llama.modeling_llama.LlamaMLP(config).to(device, dtype)
+    x = torch.randn(2, 9, 64, device=device).to(dtype)
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    stock = mlp.act_fn(gate) * up
+    assert_no_worse_than_eager(k.swiglu(gate, up), stock, reference.swiglu(gate, up), dtype)
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------
+
+
+def assert_nothing_copied(function) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    names = {event.name for event in profile.events()}
+    assert any("ltx_kernels" in name for name in names), names
+    assert not names & {"aten::copy_", "aten::clone", "aten::contiguous", "aten::to"}, names
+
+
+@pytest.mark.parametrize("width", [64, 50, 51])
+def test_row_strided_inputs_are_read_in_place(k, case, device, dtype, width):
+    """A slice of a fused projection (FLUX.2's to_qkv_mlp_proj), at starts of every alignment."""
+    for start in (0, 1, 2, 4, 8):
+        inputs = {}
+        for name, tensor in make_inputs(case, (2, 5, width), dtype, device).items():
+            wide = torch.randn(2, 5, tensor.shape[-1] + 40, device=device).to(dtype)
+            wide[..., start : start + tensor.shape[-1]] = tensor
+            inputs[name] = wide[..., start : start + tensor.shape[-1]]
+        check_layout(k, case, inputs)
+        assert_nothing_copied(lambda inputs=inputs: call(k, case, inputs))
+
+
+@pytest.mark.parametrize("width", [8, 64, 101, 4096])
+def test_alignment_does_not_change_bits(k, case, device, dtype, width):
+    inputs = make_inputs(case, (2, 3, width), dtype, device)
+    expected = check_layout(k, case, inputs)
+    for name in inputs:
+        assert torch.equal(call(k, case, {**inputs, name: misaligned(inputs[name])}), expected), name
+
+
+VIEWS = {
+    "rank 1": lambda r: r(48),
+    "rank 2, every second row": lambda r: r(10, 48)[::2],
+    "rank 3, transposed batch": lambda r: r(4, 3, 48).transpose(0, 1),
+    "rank 4, heads transposed": lambda r: r(2, 5, 4, 48).transpose(1, 2),
+    "rank 5, does not fold": lambda r: r(3, 4, 2, 5, 48).permute(2, 0, 3, 1, 4),
+    "rank 6, sliced all over": lambda r: r(4, 4, 4, 4, 4, 96)[::2, 1:, :3, ::3, 1:3, 24:72],
+    "expanded rows": lambda r: r(1, 48).expand(6, 48),
+    "expanded last dim": lambda r: r(6, 1).expand(6, 48),
+    "transposed": lambda r: r(48, 6).t(),
+    "channels last": lambda r: r(2, 48, 3, 4).to(memory_format=torch.channels_last),
+    "sizes of one": lambda r: r(1, 2, 1, 3, 1, 48)[:, :, :, ::2],
+    "two columns of many": lambda r: r(6, 5)[:, 2:4],
+    "last dim through a stride": lambda r: r(6, 96)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_every_rank(k, case, device, view):
+    """What cannot be read in place is copied, never misread."""
+    for dtype in (FP32, BF16):
+        inputs = {
+            name: VIEWS[view](lambda *shape, d=dtype: torch.randn(shape, device=device).to(d))
+            for name in CASES[case][2]
+        }
+        check_layout(k, case, inputs)
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_random_layouts(k, device, number):
+    """Random rank, sizes, dtype, permutation, slice and offset of each operand."""
+    generator = torch.Generator().manual_seed(number)
+
+    def pick(*choices):
+        return choices[torch.randint(len(choices), (), generator=generator).item()]
+
+    def layout(shape, dtype):
+        order = torch.randperm(len(shape) - 1, generator=generator).tolist()
+        sizes = [shape[i] for i in order] + [shape[-1]]
+        step, start = pick(1, 1, 2), pick(0, 0, 1)
+        big = [size * step + start for size in sizes[:-1]] + [sizes[-1] + pick(0, 0, 8, 3)]
+        tensor = torch.randn(big, generator=generator).to(device=device, dtype=dtype)
+        tensor = tensor[tuple(slice(start, start + size * step, step) for size in sizes[:-1])]
+        tensor = tensor[..., tensor.shape[-1] - shape[-1] :]
+        return tensor.permute(*(order.index(i) for i in range(len(order))), len(order))
+
+    shape = tuple(pick(1, 2, 3) for _ in range(pick(0, 1, 2, 2, 3, 4))) + (pick(1, 5, 8, 24, 300, 2049),)
+    case, dtype = pick(*CASES), pick(FP32, FP16, BF16)
+    check_layout(k, case, {n: layout((*shape[:-1], h * shape[-1]), dtype) for n, h in CASES[case][2].items()})
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 0), (3, 0), (0, 8), (2, 0, 8), (2, 3, 0)])
+def test_zero_size_inputs(k, case, device, dtype, shape):
+    output = call(k, case, make_inputs(case, shape, dtype, device))
+    assert output.shape == shape and output.dtype == dtype and output.device.type == device
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sglang_3304_zero_rows_then_the_next_op(k, form, device):
+    call(k, form, make_inputs(form, (0, 64), BF16, device))
+    check_layout(k, form, make_inputs(form, (3, 64), BF16, device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_row_offsets_beyond_2_31_elements(k, form, device):
+    """vllm#42862: an offset in int32 wraps. Two rows far apart; what lies between is never touched."""
+    far = 2**31 + 64
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 6 * 2**30:
+        pytest.skip("needs 6 GB of free GPU memory")
+    inputs = make_inputs(form, (2, 64), BF16, device)
+    width = inputs["x"].shape[-1]
+    try:
+        memory = torch.empty(far + width, dtype=BF16, device=device)
+    except RuntimeError:
+        pytest.skip("no 4 GB to reserve")
+    expected = call(k, form, inputs)
+    inputs["x"] = memory.as_strided((2, width), (far, 1)).copy_(inputs["x"])
+    assert torch.equal(call(k, form, inputs), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "form, shape",
+    [
+        ("geglu", (2**17 + 1, 16384)),
+        ("geglu", (2**21 + 1, 1025)),
+        ("swiglu-two_tensors", (2**31 // 8 + 3, 8)),
+        ("gelu-tanh", (2**31 + 5,)),
+        ("gelu-tanh", (2**23 + 1, 257)),
+    ],
+)
+def test_more_than_2_31_elements(k, form, shape):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    needed = torch.Size(shape).numel() * 2 * (4 if form == "gelu-tanh" else 6)
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed >> 30} GB of free GPU memory")
+    inputs = {
+        name: torch.empty(*shape[:-1], halves * shape[-1], dtype=BF16, device="cuda").normal_()
+        for name, halves in CASES[form][2].items()
+    }
+    output = call(k, form, inputs)
+    last = shape[0]
+    for part in (slice(0, 16), slice(last // 2, last // 2 + 16), slice(last - 16, last)):
+        assert torch.equal(check(k, form, {n: t[part] for n, t in inputs.items()}), output[part])
+    del output, inputs
+    torch.cuda.empty_cache()
+
+
+# ---- determinism -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [8, 96, 1001])
+def test_batch_invariance(k, case, device, dtype, width):
+    """vllm#48271: the same row gives the same bits in any batch."""
+    inputs = make_inputs(case, (67, width), dtype, device)
+    whole = call(k, case, inputs)
+    for rows in ((0, 1), (66, 67), (5, 8), (3, 37)):
+        part = {name: tensor[slice(*rows)] for name, tensor in inputs.items()}
+        assert torch.equal(call(k, case, part), whole[slice(*rows)]), rows
+
+
+@pytest.mark.kernels_ci
+def test_repeatability(k, case, device):
+    inputs = make_inputs(case, (512, 1024), BF16, device)
+    first = call(k, case, inputs)
+    for _ in range(5):
+        assert torch.equal(call(k, case, inputs), first)
+
+
+# ---- streams, graphs, devices ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_non_default_stream(k, form, gpu):
+    inputs = make_inputs(form, (64, 1024), BF16, "cuda")
+    expected = call(k, form, inputs)
+    x = torch.zeros_like(inputs["x"])
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(inputs["x"])
+        output = call(k, form, {**inputs, "x": x})
+    stream.synchronize()
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("width", [101, 2048])
+def test_cuda_graph_capture(k, form, gpu, width):
+    inputs = make_inputs(form, (8, width), BF16, "cuda")
+    call(k, form, inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call(k, form, inputs)
+    for tensor in inputs.values():
+        tensor.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(output, call(k, form, inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_the_device_is_that_of_x(k, form, gpu):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    assert check(k, form, make_inputs(form, (8, 512), BF16, "cuda:1")).device == torch.device("cuda:1")
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_out_of_memory_keeps_its_type(k, form, gpu):
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    inputs = {name: torch.empty(2**16, 4096, dtype=BF16, device="cuda") for name in CASES[form][2]}
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
+        with pytest.raises(torch.OutOfMemoryError):
+            call(k, form, inputs)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    check(k, form, make_inputs(form, (3, 64), BF16, "cuda"))
+
+
+# ---- torch.compile, opcheck, export ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_opcheck(k, device, layout):
+    ops = k._ops.ops
+    x, up = (torch.randn(2, 3, 64, device=device, dtype=BF16) for _ in range(2))
+    if layout == "strided":
+        x, up = torch.randn(2, 3, 256, device=device, dtype=BF16)[..., 32:160].chunk(2, dim=-1)
+    for activation in range(3):
+        torch.library.opcheck(ops.glu.default, (x, activation, activation == 1))
+        torch.library.opcheck(ops.activate.default, (x, up, activation))
+        torch.library.opcheck(ops.activate.default, (x, None, activation))
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("form", FORMS)
+def test_compile_fullgraph_with_dynamic_shapes_and_no_recompile(k, form, device, fresh_dynamo):
+    compiled = torch.compile(lambda inputs: call(k, form, inputs), fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for batch, tokens in ((2, 5), (3, 7), (4, 33), (2, 128)):
+            inputs = make_inputs(form, (batch, tokens, 64), BF16, device)
+            assert torch.equal(compiled(inputs), call(k, form, inputs))
+
+
+def test_compile_with_inductor_among_other_ops(k, device, fresh_dynamo):
+    x = torch.randn(2, 6, 128, device=device, dtype=BF16)
+
+    def block(x):
+        gate, up = (x * 2).chunk(2, dim=-1)
+        return k.geglu(x + 1) + k.swiglu(gate, up) * k.gelu(gate) - k.swiglu(x)
+
+    with torch.no_grad():
+        compiled = torch.compile(block, fullgraph=True)(x)
+        torch.testing.assert_close(compiled, block(x), atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_export(k, form, device):
+    class Module(torch.nn.Module):
+        def forward(self, inputs):
+            return call(k, form, inputs)
+
+    inputs = make_inputs(form, (2, 5, 64), BF16, device)
+    with torch.no_grad():
+        exported = torch.export.export(Module(), (inputs,))
+        assert torch.equal(exported.module()(inputs), call(k, form, inputs))
+
+
+def test_fake_and_meta_tensors_have_the_form_of_the_result(k, case, device):
+    inputs = {n: t.transpose(0, 1) for n, t in make_inputs(case, (3, 2, 32), BF16, device).items()}
+    real = call(k, case, inputs)
+    fake = call(k, case, {name: tensor.to("meta") for name, tensor in inputs.items()})
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+    assert fake.device.type == "meta"
+
+
+def test_inference_mode_and_autocast(k, case, device):
+    inputs = make_inputs(case, (3, 64), BF16, device)
+    expected = call(k, case, inputs)
+    with torch.inference_mode():
+        assert torch.equal(call(k, case, inputs), expected)
+    with torch.autocast(device, dtype=BF16):
+        assert torch.equal(call(k, case, inputs), expected)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------
+
+
+def test_a_wanted_gradient_is_refused(k, case, device):
+    """Never a silent None: each input alone, and fine under no_grad."""
+    inputs = make_inputs(case, (2, 3, 16), FP32, device)
+    for name in inputs:
+        wanting = {**inputs, name: inputs[name].clone().requires_grad_()}
+        with pytest.raises(RuntimeError, match=f"{CASES[case][0]} has no backward yet"):
+            call(k, case, wanting)
+        with torch.no_grad():
+            assert not call(k, case, wanting).requires_grad
+
+
+@pytest.mark.kernels_ci
+def test_an_up_on_another_device_is_named(k, device):
+    x, up = torch.randn(2, 16, device=device), torch.randn(2, 16, device="cpu" if device == "cuda" else "meta")
+    with pytest.raises(RuntimeError, match="up is on .* device of"):
+        k.swiglu(x, up)
+    check(k, "swiglu", {"x": x})
+
+
+@pytest.mark.parametrize("wrong", [torch.float64, torch.int64, torch.int32, torch.bool, torch.complex64])
+def test_an_operand_of_a_wrong_dtype_is_named(k, case, device, wrong):
+    inputs = make_inputs(case, (2, 3, 16), FP32, device)
+    for name in inputs:
+        with pytest.raises(RuntimeError, match=f"{name} has .*float32, float16 or bfloat16 is needed"):
+            call(k, case, {**inputs, name: inputs[name].to(wrong)})
+
+
+def test_two_tensors_of_different_dtypes(k, device):
+    x, up = torch.randn(2, 16, device=device), torch.randn(2, 16, device=device)
+    with pytest.raises(RuntimeError, match="up has dtype bfloat16; the dtype of x is needed: float32"):
+        k.swiglu(x, up.bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 15), (2, 3, 1), (7,)])
+def test_an_odd_packed_width(k, device, shape):
+    x = torch.randn(shape, device=device)
+    for function in (k.geglu, k.swiglu):
+        with pytest.raises(RuntimeError, match=r"x has shape \[.*\]; an even last dimension is needed"):
+            function(x)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 15), (2, 3, 1), (1, 3, 16), (3, 16), (16,), (1, 2, 3, 16), ()])
+def test_an_up_of_another_shape(k, device, shape):
+    x = torch.randn(2, 3, 16, device=device)
+    with pytest.raises(RuntimeError, match=r"up has shape \[.*\]; the shape of x is needed: \[2, 3, 16\]"):
+        k.swiglu(x, torch.randn(shape, device=device))
+
+
+def test_zero_dimensional_x(k, device):
+    for function in (k.geglu, k.swiglu, k.gelu):
+        with pytest.raises(RuntimeError, match=r"x has shape \[\]; at least one dimension is needed"):
+            function(torch.tensor(1.0, device=device))
+
+
+@pytest.mark.parametrize("wrong", ["erf", "TANH", "", None, True])
+def test_an_unknown_approximation(k, device, wrong):
+    x = torch.randn(2, 16, device=device)
+    for function in (k.geglu, k.gelu):
+        with pytest.raises(ValueError, match="'none' or 'tanh' is needed"):
+            function(x, approximate=wrong)
+
+
+def test_an_unknown_activation_number(k, device):
+    """The raw op has a number where the public functions have names."""
+    x = torch.randn(2, 16, device=device)
+    for number in (-1, 3):
+        with pytest.raises(RuntimeError, match=f"activation is {number}; "):
+            k._ops.ops.glu(x, number, True)
+
+
+@pytest.mark.parametrize("wrong", [[1.0, 2.0], 3, "x", object()], ids=["list", "int", "str", "object"])
+def test_something_that_is_no_tensor_is_named(k, case, device, wrong):
+    inputs = make_inputs(case, (2, 2), FP32, device)
+    for name in inputs:
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=f"'{name}'.*{type(wrong).__name__}"):
+            call(k, case, {**inputs, name: wrong})

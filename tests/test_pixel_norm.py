@@ -1,0 +1,487 @@
+"""pixel_norm_silu: RMS over the channels of each pixel, modulation, SiLU; contiguous and with channels last.
+
+Every test runs on both backends. Accuracy is judged by reference.py's rule.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import reference
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from conftest import DTYPES
+from reference import assert_no_worse_than_eager
+
+FP32, FP16, BF16 = DTYPES.values()
+FP64 = torch.float64
+
+
+@pytest.fixture(params=["contiguous", "channels_last"])
+def layout(request) -> str:
+    return request.param
+
+
+def as_layout(x, layout):
+    if layout == "contiguous":
+        return x.contiguous()
+    return x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def make_inputs(shape, dtype, device, layout="contiguous", *, modulation="scale shift", batch=None, param_dtype=None):
+    x = as_layout(torch.randn(shape, device=device).to(dtype), layout)
+    form = (shape[0] if batch is None else batch, shape[1], *[1] * (len(shape) - 2))
+    names = modulation.split()
+    return {"x": x, **{n: torch.randn(form, device=device).to(param_dtype or dtype) for n in names}}
+
+
+def memory_format(x):
+    """As the fake says it: channels last where x is and is not contiguous."""
+    last = x.stride(1) == 1 and not x.is_contiguous()
+    return (torch.channels_last if x.dim() == 4 else torch.channels_last_3d) if last else torch.contiguous_format
+
+
+def check(k, inputs, **extra):
+    """The op against fp64 by the rule: x's dtype and memory format, the inputs untouched."""
+    before = {key: tensor.clone() for key, tensor in inputs.items()}
+    output = k.pixel_norm_silu(**inputs, **extra)
+    for key, tensor in inputs.items():
+        assert torch.equal(tensor, before[key]), f"the op wrote to {key}"
+    assert output.is_contiguous(memory_format=memory_format(inputs["x"]))
+    expected, eager = (reference.pixel_norm_silu(**inputs, **extra, compute=t) for t in (FP64, FP32))
+    assert_no_worse_than_eager(output, eager, expected, inputs["x"].dtype)
+    return output
+
+
+def misaligned(tensor):
+    """The same values and strides, one element past an aligned start."""
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return flat[1:].as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+# ---- sizes, dtypes, operands ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 8, 33, 100, 128, 256, 512, 1000, 1024, 2048])
+@pytest.mark.parametrize("pixels", [(3, 4, 8), (1, 5, 7)], ids=["aligned", "odd"])
+def test_every_number_of_channels(k, device, dtype, layout, channels, pixels):
+    check(k, make_inputs((2, channels, *pixels), dtype, device, layout))
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("channels", [128, 1024])
+def test_typical_sizes(k, device, dtype, layout, channels):
+    check(k, make_inputs((1, channels, 2, 16, 24), dtype, device, layout))
+
+
+@pytest.mark.parametrize(
+    "spatial", [(1, 1, 1), (1, 1, 2), (8,) * 3, (5, 13, 17), (2, 9, 64), (1, 1, 1031), (3, 9), (40, 56)]
+)
+def test_any_number_of_pixels(k, device, dtype, layout, spatial):
+    for channels in (3, 40):
+        check(k, make_inputs((2, channels, *spatial), dtype, device, layout))
+
+
+@pytest.mark.parametrize("channels", [4096, 5001])
+def test_more_channels_than_shared_memory_holds(k, device, layout, channels):
+    """x is read twice then."""
+    for dtype in (FP32, BF16):
+        for width in (8, 7):
+            check(k, make_inputs((1, channels, 1, 2, width), dtype, device, layout))
+
+
+@pytest.mark.parametrize("modulation", ["", "scale", "shift", "scale shift"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("param_dtype", DTYPES.values(), ids=DTYPES)
+def test_modulation(k, device, dtype, layout, modulation, batch, param_dtype):
+    arguments = {"modulation": modulation, "batch": batch, "param_dtype": param_dtype}
+    check(k, make_inputs((3, 40, 2, 4, 8), dtype, device, layout, **arguments))
+    check(k, make_inputs((3, 40, 5, 7), dtype, device, layout, **arguments))
+
+
+def test_modulation_views_are_read_in_place(k, device, dtype, layout):
+    """LTX-Video: temb.unflatten(1, (4, -1)) + table, unbound along dim 1."""
+    x = make_inputs((2, 64, 2, 4, 8), dtype, device, layout, modulation="")["x"]
+    shift, scale, *_ = torch.randn(2, 4, 64, 1, 1, 1, device=device).to(dtype).unbind(dim=1)
+    check(k, {"x": x, "scale": scale, "shift": shift})
+    assert_nothing_copied(lambda: k.pixel_norm_silu(x, scale, shift))
+    across = torch.randn(64, 2, device=device).to(dtype).t()[..., None, None, None]  # channels are two apart
+    check(k, {"x": x, "scale": across})
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-5, 1.0])
+def test_eps(k, device, dtype, layout, eps):
+    inputs = make_inputs((1, 64, 1, 8, 8), dtype, device, layout)
+    inputs["x"] *= 1e-3
+    check(k, inputs, eps=eps)
+
+
+def test_zeros_stay_finite(k, device, dtype, layout):
+    x = as_layout(torch.zeros(1, 64, 2, 4, 8, device=device, dtype=dtype), layout)
+    assert torch.equal(k.pixel_norm_silu(x), x)
+
+
+def test_magnitudes_near_the_ends_of_the_range(k, device, layout):
+    """Squares are formed in fp32: 6e4 in fp16 does not overflow."""
+    for dtype, size in ((FP16, 6e4), (BF16, 1e17), (BF16, 1e-15), (FP32, 1e17), (FP32, 1e-15)):
+        x = as_layout((size * (0.5 + torch.rand(1, 256, 1, 4, 8, device=device))).to(dtype), layout)
+        check(k, {"x": x.clamp(max=torch.finfo(dtype).max)}, eps=0.0)
+
+
+def test_nan_and_inf_stay_in_their_pixel(k, device, dtype, layout):
+    inputs = make_inputs((1, 40, 1, 5, 8), dtype, device, layout)
+    clean = k.pixel_norm_silu(**inputs)
+    inputs["x"][0, 17, 0, 2, 3] = float("nan")
+    inputs["x"][0, 39, 0, 4, 7] = float("inf")
+    output = k.pixel_norm_silu(**inputs)
+    assert output[0, :, 0, 2, 3].isnan().all() and not output[0, :, 0, 4, 7].isfinite().all()
+    for pixel in ((2, 3), (4, 7)):
+        output[0, :, 0, pixel[0], pixel[1]] = clean[0, :, 0, pixel[0], pixel[1]]
+    assert torch.equal(output, clean)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("timestep_conditioning", [False, True])
+def test_ltx_video_resnet(k, device, dtype, layout, timestep_conditioning):
+    """The norm, modulation and activation in front of each convolution of diffusers' LTXVideoResnetBlock3d."""
+    ltx = pytest.importorskip("diffusers.models.autoencoders.autoencoder_kl_ltx")
+    block = ltx.LTXVideoResnetBlock3d(64, timestep_conditioning=timestep_conditioning).to(device, dtype)
+    x = as_layout(torch.randn(2, 64, 2, 6, 8, device=device).to(dtype), layout)
+    temb = torch.randn(2, 4 * 64, 1, 1, 1, device=device).to(dtype)
+    seen = []
+    block.conv1.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
+    block(x, temb)
+
+    scale = shift = None
+    if timestep_conditioning:
+        table = temb.unflatten(1, (4, -1)) + block.scale_shift_table[None, ..., None, None, None]
+        shift, scale, *_ = table.unbind(dim=1)
+    ours = k.pixel_norm_silu(x, scale, shift, eps=block.norm1.eps)
+    assert_no_worse_than_eager(ours, seen[0], reference.pixel_norm_silu(x, scale, shift, eps=1e-8), dtype)
+
+
+@torch.no_grad()
+def test_ltx2_per_channel_rms_norm(k, device, dtype, layout):
+    ltx2 = pytest.importorskip("diffusers.models.autoencoders.autoencoder_kl_ltx2")
+    x = make_inputs((1, 96, 2, 6, 8), dtype, device, layout, modulation="")["x"]
+    stock = F.silu(ltx2.PerChannelRMSNorm()(x))
+    assert_no_worse_than_eager(k.pixel_norm_silu(x), stock, reference.pixel_norm_silu(x), dtype)
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------
+
+
+def assert_nothing_copied(function) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    names = {event.name for event in profile.events()}
+    assert any("ltx_kernels" in name for name in names), names
+    assert not names & {"aten::copy_", "aten::clone", "aten::contiguous", "aten::to"}, names
+
+
+IN_PLACE = {
+    "every second image": lambda x: x[::2],
+    "some channels": lambda x: x[:, 3:35],
+    "some frames": lambda x: x[:, :, 1:],
+    "one frame": lambda x: x[:, :, 1],
+}
+COPIED = {
+    "cropped rows": lambda x: x[:, :, :, 1:5],
+    "cropped columns": lambda x: x[..., 1:7],
+    "transposed space": lambda x: x.transpose(3, 4),
+    "every second channel": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:, :, :, :1].expand(-1, -1, -1, 5, -1),
+    "batch and channels swapped": lambda x: x.transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("view", IN_PLACE)
+def test_slices_are_read_in_place(k, device, dtype, layout, view):
+    x = IN_PLACE[view](make_inputs((4, 40, 3, 5, 8), dtype, device, layout)["x"])
+    check(k, {"x": x})
+    assert_nothing_copied(lambda: k.pixel_norm_silu(x))
+
+
+@pytest.mark.parametrize("view", COPIED)
+def test_other_views_are_never_misread(k, device, dtype, layout, view):
+    check(k, {"x": COPIED[view](make_inputs((4, 40, 3, 6, 8), dtype, device, layout)["x"])})
+
+
+def test_the_output_keeps_the_memory_format(k, device, layout):
+    for shape in ((2, 16, 3, 4, 8), (2, 16, 4, 8)):
+        x = make_inputs(shape, BF16, device, layout, modulation="")["x"]
+        assert k.pixel_norm_silu(x).stride() == x.stride()
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_alignment_does_not_change_bits(k, device, dtype, layout, width):
+    inputs = make_inputs((2, 96, 2, 3, width), dtype, device, layout)
+    expected = check(k, inputs)
+    for name in inputs:
+        assert torch.equal(k.pixel_norm_silu(**{**inputs, name: misaligned(inputs[name])}), expected), name
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 2, 4, 4), (2, 8, 0, 4, 4), (2, 0, 2, 4, 4), (2, 8, 2, 4, 0), (0, 0, 0, 0)])
+def test_zero_size_inputs(k, device, dtype, layout, shape):
+    output = k.pixel_norm_silu(**make_inputs(shape, dtype, device, layout))
+    assert output.shape == shape and output.dtype == dtype and output.device.type == device
+
+
+def test_zero_images_then_the_next_op(k, device, layout):
+    k.pixel_norm_silu(torch.randn(0, 64, 2, 4, 4, device=device))
+    check(k, make_inputs((1, 64, 2, 4, 4), BF16, device, layout))
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def test_offsets_beyond_2_31_elements(k, device):
+    """Two images far apart, and two channels; what lies between is never touched."""
+    far = 2**31 + 64
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 6 * 2**30:
+        pytest.skip("needs 6 GB of free GPU memory")
+    try:
+        memory = torch.empty(far + 4096, dtype=BF16, device=device)
+    except RuntimeError:
+        pytest.skip("no 4 GB to reserve")
+    for strides in ((far, 64, 64, 8, 1), (64, far, 64, 8, 1), (far, 1, 1024, 128, 16)):
+        x = torch.randn(2, 2, 1, 8, 8, device=device, dtype=BF16)
+        moved = memory.as_strided(x.shape, strides).copy_(x)
+        expected = k.pixel_norm_silu(as_layout(x, "contiguous" if strides[-1] == 1 else "channels_last"))
+        assert torch.equal(k.pixel_norm_silu(moved), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 128, 2**24 + 1), (1, 128, 2**24 + 8), (3, 1024, 2**20)])
+def test_more_than_2_31_elements(k, layout, shape):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    needed = torch.Size(shape).numel() * 2 * 3
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed >> 30} GB of free GPU memory")
+    x = torch.empty(*shape[:2], 1, 1, shape[2], dtype=BF16, device="cuda")
+    if layout == "channels_last":
+        x = torch.empty(shape[0], 1, 1, shape[2], shape[1], dtype=BF16, device="cuda").movedim(-1, 1)
+    output = k.pixel_norm_silu(x.normal_())
+    for pixels in (slice(0, 64), slice(shape[2] - 64, shape[2])):
+        part = as_layout(x[-1:, ..., pixels], layout)
+        assert torch.equal(check(k, {"x": part}), output[-1:, ..., pixels])
+    del output, x
+    torch.cuda.empty_cache()
+
+
+# ---- determinism -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels", [3, 96, 128, 512, 1024, 2048])
+def test_batch_invariance(k, device, dtype, layout, channels):
+    """vllm#48271: the same pixel gives the same bits in any batch and any video, at any place."""
+    inputs = make_inputs((3, channels, 2, 5, 16), dtype, device, layout)
+    whole = k.pixel_norm_silu(**inputs)
+    for image in range(3):
+        part = {name: tensor[image : image + 1] for name, tensor in inputs.items()}
+        assert torch.equal(k.pixel_norm_silu(**part), whole[image : image + 1])
+    x, *modulation = inputs.values()
+    for frames in (slice(0, 1), slice(1, 2)):
+        assert torch.equal(k.pixel_norm_silu(x[:, :, frames], *modulation), whole[:, :, frames])
+    for columns in (slice(0, 1), slice(3, 7), slice(8, 16)):
+        part = as_layout(x[..., columns], layout)
+        if part.is_contiguous() == (layout == "contiguous"):
+            assert torch.equal(k.pixel_norm_silu(part, *modulation), whole[..., columns])
+
+
+@pytest.mark.kernels_ci
+def test_repeatability(k, device, layout):
+    inputs = make_inputs((2, 256, 2, 16, 16), BF16, device, layout)
+    first = k.pixel_norm_silu(**inputs)
+    for _ in range(5):
+        assert torch.equal(k.pixel_norm_silu(**inputs), first)
+
+
+# ---- streams, graphs, devices ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@pytest.mark.gpu
+def test_non_default_stream(k, layout, gpu):
+    inputs = make_inputs((2, 128, 2, 16, 16), BF16, "cuda", layout)
+    expected = k.pixel_norm_silu(**inputs)
+    x = torch.zeros_like(inputs["x"])
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(inputs["x"])
+        output = k.pixel_norm_silu(**{**inputs, "x": x})
+    stream.synchronize()
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [96, 1024, 2048])
+def test_cuda_graph_capture(k, layout, gpu, channels):
+    inputs = make_inputs((2, channels, 2, 4, 8), BF16, "cuda", layout)
+    k.pixel_norm_silu(**inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = k.pixel_norm_silu(**inputs)
+    for tensor in inputs.values():
+        tensor.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(output, k.pixel_norm_silu(**inputs))
+
+
+@pytest.mark.gpu
+def test_the_device_is_that_of_x(k, layout, gpu):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    assert check(k, make_inputs((1, 64, 2, 4, 8), BF16, "cuda:1", layout)).device == torch.device("cuda:1")
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+def test_out_of_memory_keeps_its_type(k, layout, gpu):
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    x = make_inputs((1, 128, 16, 256, 256), BF16, "cuda", layout, modulation="")["x"]
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
+        with pytest.raises(torch.OutOfMemoryError):
+            k.pixel_norm_silu(x)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    check(k, make_inputs((1, 64, 2, 4, 8), BF16, "cuda", layout))
+
+
+# ---- torch.compile, opcheck, export ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 3, 4, 8), (2, 16, 5, 7), (1, 1, 2, 3, 4), (2, 16, 1, 1)])
+def test_opcheck(k, device, layout, shape):
+    op = k._ops.ops.pixel_norm_silu.default
+    inputs = make_inputs(shape, BF16, device, layout, param_dtype=FP32)
+    torch.library.opcheck(op, (*inputs.values(), 1e-8))
+    torch.library.opcheck(op, (inputs["x"][:, :, :1], None, None, 1e-8))
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.kernels_ci
+def test_compile_fullgraph_with_dynamic_shapes_and_no_recompile(k, device, layout, fresh_dynamo):
+    compiled = torch.compile(
+        lambda inputs: k.pixel_norm_silu(**inputs), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for batch, frames, height in ((2, 3, 4), (3, 5, 7), (4, 2, 6)):
+            inputs = make_inputs((batch, 32, frames, height, 8), BF16, device, layout)
+            output, expected = compiled(inputs), k.pixel_norm_silu(**inputs)
+            assert torch.equal(output, expected) and output.stride() == expected.stride()
+
+
+def test_compile_with_inductor_among_other_ops(k, device, layout, fresh_dynamo):
+    inputs = make_inputs((1, 32, 2, 4, 8), BF16, device, layout)
+
+    def block(x, scale, shift):
+        return k.pixel_norm_silu(x * 2, scale + 1, shift) + x
+
+    with torch.no_grad():
+        compiled = torch.compile(block, fullgraph=True)(**inputs)
+        torch.testing.assert_close(compiled, block(**inputs), atol=0.1, rtol=0.05)
+
+
+def test_export(k, device, layout):
+    class Module(torch.nn.Module):
+        def forward(self, x, scale, shift):
+            return k.pixel_norm_silu(x, scale, shift)
+
+    inputs = make_inputs((2, 16, 2, 4, 8), BF16, device, layout)
+    with torch.no_grad():
+        exported = torch.export.export(Module(), tuple(inputs.values()))
+        assert torch.equal(exported.module()(*inputs.values()), k.pixel_norm_silu(**inputs))
+
+
+@pytest.mark.parametrize("view", [*IN_PLACE, *COPIED])
+def test_fake_and_meta_tensors_have_the_form_of_the_result(k, device, layout, view):
+    x = {**IN_PLACE, **COPIED}[view](make_inputs((4, 40, 3, 6, 8), BF16, device, layout)["x"])
+    real = k.pixel_norm_silu(x)
+    fake = k.pixel_norm_silu(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+    assert fake.device.type == "meta"
+
+
+def test_inference_mode_and_autocast(k, device, layout):
+    inputs = make_inputs((2, 16, 2, 4, 8), BF16, device, layout)
+    expected = k.pixel_norm_silu(**inputs)
+    with torch.inference_mode():
+        assert torch.equal(k.pixel_norm_silu(**inputs), expected)
+    with torch.autocast(device, dtype=BF16):
+        assert torch.equal(k.pixel_norm_silu(**inputs), expected)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------
+
+
+def test_a_wanted_gradient_is_refused(k, device, layout):
+    inputs = make_inputs((2, 16, 2, 4, 8), FP32, device, layout)
+    for name in inputs:
+        wanting = {**inputs, name: inputs[name].clone().requires_grad_()}
+        with pytest.raises(RuntimeError, match="pixel_norm_silu has no backward yet"):
+            k.pixel_norm_silu(**wanting)
+        with torch.no_grad():
+            assert not k.pixel_norm_silu(**wanting).requires_grad
+
+
+@pytest.mark.kernels_ci
+def test_an_operand_on_another_device_is_named(k, device, layout):
+    inputs = make_inputs((2, 16, 2, 4, 8), FP32, device, layout)
+    for name in ("scale", "shift"):
+        other = inputs[name].to("cpu" if device == "cuda" else "meta")
+        with pytest.raises(RuntimeError, match=f"{name} is on .* device of"):
+            k.pixel_norm_silu(**{**inputs, name: other})
+    check(k, inputs)
+
+
+@pytest.mark.parametrize("wrong", [torch.float64, torch.int64, torch.bool, torch.complex64])
+def test_an_operand_of_a_wrong_dtype_is_named(k, device, layout, wrong):
+    inputs = make_inputs((2, 16, 2, 4, 8), FP32, device, layout)
+    for name in inputs:
+        with pytest.raises(RuntimeError, match=f"{name} has .*float32, float16 or bfloat16 is needed"):
+            k.pixel_norm_silu(**{**inputs, name: inputs[name].to(wrong)})
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (2, 8), (2, 8, 4), (1, 2, 8, 2, 4, 4)])
+def test_an_x_of_a_wrong_rank(k, device, shape):
+    with pytest.raises(RuntimeError, match=r"x has shape \[.*\]; \[B, C, H, W\] or \[B, C, D, H, W\] is needed"):
+        k.pixel_norm_silu(torch.randn(shape, device=device))
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (16,), (2, 16), (2, 16, 1, 1), (3, 16, 1, 1, 1), (2, 15, 1, 1, 1), (2, 16, 1, 4, 1)]
+)
+def test_a_modulation_of_a_wrong_shape_is_named(k, device, layout, shape):
+    x = make_inputs((2, 16, 2, 4, 8), FP32, device, layout)["x"]
+    for name in ("scale", "shift"):
+        with pytest.raises(RuntimeError, match=rf"{name} has shape \[.*\]; \[2 or 1, 16, 1, 1, 1\] is needed"):
+            k.pixel_norm_silu(x, **{name: torch.randn(shape, device=device)})
+
+
+@pytest.mark.parametrize("wrong", [[1.0, 2.0], 3, "x", object()], ids=["list", "int", "str", "object"])
+def test_something_that_is_no_tensor_is_named(k, device, wrong):
+    inputs = make_inputs((2, 16, 4, 8), FP32, device)
+    for name in inputs:
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=f"'{name}'.*{type(wrong).__name__}"):
+            k.pixel_norm_silu(**{**inputs, name: wrong})

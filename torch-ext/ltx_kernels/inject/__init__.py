@@ -1,0 +1,143 @@
+"""Put the kernels into a model of diffusers or transformers, and take them out again.
+
+Neither library is imported: a class is recognised by the module that defines it and its name (and, where these do not tell, by what it
+computes). Only instances are patched, never a class or a function of a library. Unknown modules are left alone.
+"""
+
+import fnmatch
+import functools
+import logging
+import os
+import re
+from collections.abc import Iterable
+from typing import Any, Optional, Union
+
+from torch import nn
+
+from . import diffusers, transformers
+from .patching import Recipe, install, installed_kind, modules_of, uninstall
+from .report import Injected, InjectionReport, LeftAlone
+
+__all__ = ["InjectionReport", "inject_optimized_kernels", "patch_rmsnorm", "remove_optimized_kernels"]
+
+logger = logging.getLogger(__name__)
+
+# What is worth a line in the report when it is left alone: a class that looks like what the package replaces.
+_LOOKS_REPLACEABLE = re.compile(r"RMSNorm")
+
+#: what `only` and `skip` may name besides classes and modules
+KINDS = {recipe.kind for recipe in diffusers.RECIPES.values()}
+
+Names = Union[str, Iterable[str], None]
+
+
+@functools.cache
+def _recipe_for(cls: type) -> Optional[Recipe]:
+    return diffusers.recipe_for(cls) or transformers.recipe_for(cls)
+
+
+def _disabled() -> str:
+    if os.environ.get("LTX_KERNELS_DISABLE", "") in ("", "0"):
+        return ""
+    logger.warning("ltx-kernels: LTX_KERNELS_DISABLE is set, nothing is injected")
+    return "LTX_KERNELS_DISABLE is set"
+
+
+def inject_optimized_kernels(model_or_pipeline: Any, *, only: Names = None, skip: Names = None) -> InjectionReport:
+    """Let a model run the kernels of this package; undone by :func:`remove_optimized_kernels`.
+
+    Call it after the model is loaded; before or after ``.to()``, offload, LoRA, a cache or ``compile``. Each call of an injected module
+    decides anew: what the kernels cannot do as the module does it (float64, a gradient that an op has no formula for, a dtype the module
+    would not return) runs the module's own code. Calling it again is harmless.
+
+    Args:
+        model_or_pipeline: any ``torch.nn.Module``, or a pipeline (all its models).
+        only: leave everything else alone: kinds as the report names them ("rms_norm"), class names, or patterns of module names
+            ("transformer_blocks.0.*").
+        skip: leave these alone, named in the same way.
+
+    Returns:
+        A report: what runs the kernels now, what was left alone and why. ``print`` shows it as a table.
+
+    Raises:
+        TypeError: ``model_or_pipeline`` holds no module.
+        ValueError: an entry of ``only`` or ``skip`` that matches nothing in this model.
+    """
+    modules = list(modules_of(model_or_pipeline))
+    report = InjectionReport(disabled=_disabled())
+    if report.disabled:
+        return report
+    choose = _Choice(only, skip)
+    chosen = [choose(name, type(module)) for name, module in modules]
+    choose.refuse_unmatched()  # before anything is changed
+    for (name, module), is_chosen in zip(modules, chosen):
+        reason = _inject(module) if is_chosen else "not chosen (only, skip)"
+        cls, kind = type(module).__name__, installed_kind(module)
+        if kind is not None:
+            report.injected.append(Injected(kind, cls, name))
+        elif _recipe_for(type(module)) or _LOOKS_REPLACEABLE.search(cls):
+            report.left_alone.append(LeftAlone(cls, name, reason))
+    return report
+
+
+def _inject(module: nn.Module) -> str:
+    """Apply the recipe of a module's class; returns why nothing was installed, if so."""
+    recipe = _recipe_for(type(module))
+    if recipe is None:
+        return "not a class that this package knows"
+    forward = recipe.plan(module)
+    if isinstance(forward, str):
+        return forward
+    if not install(module, forward):
+        return "something else has replaced its forward (kernelize, another patch)"
+    if recipe.installed is not None:
+        recipe.installed(module)
+    return ""
+
+
+class _Choice:
+    """`only` and `skip` over module names, classes and kinds; an entry that matches nothing is a typing error."""
+
+    def __init__(self, only: Names, skip: Names):
+        self.only, self.skip = self._entries(only), self._entries(skip)
+        self.unmatched = {*(self.only or ()), *(self.skip or ())} - KINDS
+
+    @staticmethod
+    def _entries(names: Names) -> Optional[list[str]]:
+        return None if names is None else [names] if isinstance(names, str) else list(names)
+
+    def __call__(self, name: str, cls: type) -> bool:
+        recipe = _recipe_for(cls)
+        kind = recipe and recipe.kind
+
+        def matches(entries: list[str]) -> bool:
+            found = [e for e in entries if e in (kind, cls.__name__) or fnmatch.fnmatchcase(name, e)]
+            self.unmatched.difference_update(found)
+            return bool(found)
+
+        wanted = self.only is None or matches(self.only)
+        return not (self.skip is not None and matches(self.skip)) and wanted
+
+    def refuse_unmatched(self) -> None:
+        if self.unmatched:
+            raise ValueError(
+                f"only/skip: {sorted(self.unmatched)} match no kind ({', '.join(sorted(KINDS))}), class name or module name of this "
+                "model; names may hold * and ?"
+            )
+
+
+def remove_optimized_kernels(model_or_pipeline: Any) -> int:
+    """Undo :func:`inject_optimized_kernels` and :func:`patch_rmsnorm` exactly; returns how many modules were restored."""
+    restored = 0
+    for _, module in modules_of(model_or_pipeline):
+        if uninstall(module):
+            restored += 1
+            recipe = _recipe_for(type(module))
+            if recipe is not None and recipe.removed is not None:
+                recipe.removed(module)
+    return restored
+
+
+def patch_rmsnorm(model: Any) -> int:
+    """Let only the RMSNorms of a model run :func:`rms_norm`; returns how many of them do now."""
+    return inject_optimized_kernels(model, only="rms_norm").counts.get("rms_norm", 0)

@@ -1,0 +1,159 @@
+"""Parts that the fused blocks of all families are made of."""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import functional
+from .norms import supported
+from .patching import is_plain
+
+#: (value, row of a learned table or None), added in the kernel: how a scale, shift or gate is given
+Modulation = tuple[Tensor, Optional[Tensor]]
+
+
+def runs_stock(module: nn.Module, x: Tensor, *others: Tensor) -> bool:
+    """Whether this call of a fused block belongs to the class's own code.
+
+    So it is for a dtype or device our ops do not take, under autocast (its dtypes are stock's business), and where a gradient is wanted:
+    the ops of the fused blocks have no backward. `others` are tensors that must have x's dtype and device, or the results of stock would
+    have other dtypes than ours.
+    """
+    if not supported(x) or torch.is_autocast_enabled(x.device.type):
+        return True
+    if any(t.dtype is not x.dtype or t.device != x.device for t in others):
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    return any(t.requires_grad for t in (x, *others)) or any(p.requires_grad for p in module.parameters())
+
+
+def modulations(table: Tensor, temb: Tensor) -> list[Modulation]:
+    """The n modulations of a block: rows of its table [n, D] and, for each, its part of temb [B, 1 or S, n * D]; all are views."""
+    values = temb.unflatten(-1, (table.shape[0], -1)).unbind(2)
+    return list(zip(values, table.unbind(0)))
+
+
+def _norm_arguments(norm: nn.Module) -> dict:
+    weight = getattr(norm, "weight", None)
+    return {"weight": weight, "bias": getattr(norm, "bias", None), "eps": norm.eps}
+
+
+class ResidualStream:
+    """The residual stream x [B, S, D] of a block, with the last branch not yet added.
+
+    `add` takes a branch, and whatever comes next adds it: a `norm` in the same pass, else `value`. So a recipe reads as the block does,
+    and the fusion is here, once.
+    """
+
+    def __init__(self, x: Tensor, statistic: str = "rms"):
+        self._x = x
+        self._statistic = statistic
+        self._branch: Optional[Tensor] = None
+        self._gate: Optional[Modulation] = None
+
+    def add(self, branch: Tensor, gate: Optional[Modulation] = None) -> None:
+        """x + gate * branch"""
+        self.value()
+        self._branch, self._gate = branch, gate
+
+    def value(self) -> Tensor:
+        if self._branch is not None:
+            gate, table = self._gate or (None, None)
+            self._x = functional.gated_residual(self._x, self._branch, gate, gate_table=table)
+            self._branch = self._gate = None
+        return self._x
+
+    def norm(self, norm: nn.Module, scale: Optional[Modulation] = None, shift: Optional[Modulation] = None) -> Tensor:
+        """norm(x) * (1 + scale) + shift, with the norm's own weight, bias and epsilon."""
+        scale, scale_table = scale or (None, None)
+        shift, shift_table = shift or (None, None)
+        arguments = {
+            **_norm_arguments(norm),
+            "norm": self._statistic,
+            "scale_table": scale_table,
+            "shift_table": shift_table,
+        }
+        if self._branch is None:
+            return functional.ada_norm(self._x, scale, shift, **arguments)
+        gate, gate_table = self._gate or (None, None)
+        y, self._x = functional.residual_ada_norm(
+            self._x, self._branch, gate, scale, shift, gate_table=gate_table, **arguments
+        )
+        self._branch = self._gate = None
+        return y
+
+
+# ---- linear layers
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """A Linear that is nothing else: no adapter, no hook, no quantised, sharded or offloaded weight."""
+    return is_plain(module, nn.Linear) and type(module.weight) is nn.Parameter
+
+
+def _joined(parts: list[Tensor]) -> Optional[Tensor]:
+    """The tensor whose consecutive rows `parts` are, if they lie so in one storage."""
+    first, end = parts[0], parts[0].data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for part in parts:
+        same = part.dtype is first.dtype and part.shape[1:] == first.shape[1:] and part.is_contiguous()
+        if not same or part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
+            return None
+        end += part.numel() * part.element_size()
+    rows = sum(part.shape[0] for part in parts)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def pack(linears: list[nn.Linear]) -> bool:
+    """Move the weights (and biases) of Linears of one input into one storage, so that `project` is one GEMM; they stay what they were.
+
+    Costs no memory: the parameters become views of the new storage and the old ones are freed. `.to()`, offload and deepcopy part them.
+    """
+    parts = [[linear.weight for linear in linears], [linear.bias for linear in linears]]
+    if not all(map(is_plain_linear, linears)) or len({(w.dtype, w.device, w.shape[1]) for w in parts[0]}) > 1:
+        return False
+    if any(b is None for b in parts[1]) and any(b is not None for b in parts[1]):
+        return False
+    for tensors in parts:
+        if tensors[0] is None or _joined(tensors) is not None:
+            continue
+        joined = torch.cat([t.detach() for t in tensors])
+        for tensor, part in zip(tensors, joined.split([t.shape[0] for t in tensors])):
+            tensor.data = part
+    return True
+
+
+def unpack(linears: list[nn.Linear]) -> None:
+    """Undo `pack`: each parameter has a storage of its own again."""
+    for linear in linears:
+        for parameter in (linear.weight, linear.bias):
+            if parameter is not None and parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
+                parameter.data = parameter.detach().clone()
+
+
+def project(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
+    """Each of `linears` of x [*, K]: from one GEMM where they are plain and their weights lie side by side (`pack`), else by calling each."""
+    if not torch.compiler.is_compiling() and all(map(is_plain_linear, linears)):
+        weight = _joined([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        bias = _joined(biases) if len(biases) == len(linears) else None
+        if weight is not None and (bias is not None or not biases) and x.dtype is weight.dtype:
+            return list(F.linear(x, weight, bias).split([linear.weight.shape[0] for linear in linears], dim=-1))
+    return [linear(x) for linear in linears]
+
+
+HAS_GELU_EPILOGUE = hasattr(torch, "_addmm_activation")
+
+
+def linear_gelu_tanh(x: Tensor, linear: nn.Module) -> Optional[Tensor]:
+    """gelu(linear(x)) [*, N] with the tanh formula in the GEMM's epilogue, before any rounding; None where that cannot be had."""
+    if not (HAS_GELU_EPILOGUE and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)) or torch.compiler.is_compiling():
+        return None
+    if not is_plain_linear(linear) or linear.bias is None or linear.weight.dtype is not x.dtype:
+        return None
+    weight, bias = linear.weight, linear.bias
+    flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+    return flat.view(*x.shape[:-1], weight.shape[0])

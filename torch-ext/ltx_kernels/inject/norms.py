@@ -1,0 +1,107 @@
+"""RMSNorm in place: the formulas that libraries use, and a forward that computes each with our kernel.
+
+Libraries agree on the maths and differ in the rounding and in the dtype they return. A forward here returns, bit for bit up to the last
+rounding, what the class returns; where our op cannot (its output has x's dtype), that call runs the class's own code.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from .patching import HAS_CUDA, own_forward
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def supported(x: Tensor) -> bool:
+    """Our ops take this dtype and device."""
+    return x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu or x.is_meta)
+
+
+@dataclass(frozen=True)
+class RmsFormula:
+    """One way to write RMSNorm with a weight. `reference(normed_fp32, x_dtype, weight)` is the part after the division."""
+
+    name: str
+    reference: Callable[[Tensor, torch.dtype, Tensor], Tensor]
+    returns_x_dtype: Callable[[torch.dtype, torch.dtype], bool]  # (x, weight): is the result in x's dtype?
+    weight_offset: float = 0.0
+    cast_before_weight: bool = False
+
+    @functools.cached_property
+    def dtypes(self) -> frozenset:
+        """(x, weight) dtypes that our op computes as the class does."""
+        return frozenset((x, w) for x in FLOATS for w in FLOATS if self.returns_x_dtype(x, w))
+
+
+def _diffusers(normed: Tensor, dtype: torch.dtype, weight: Tensor) -> Tensor:
+    return (normed if weight.dtype is torch.float32 else normed.to(weight.dtype)) * weight
+
+
+FORMULAS: dict[str, RmsFormula] = {
+    formula.name: formula
+    for formula in (
+        # Llama and 128 more of transformers: rounded to x's dtype, then `weight *`
+        RmsFormula(
+            "llama",
+            lambda normed, dtype, weight: weight * normed.to(dtype),
+            lambda x, w: x is w or x is torch.float32,
+            cast_before_weight=True,
+        ),
+        # diffusers' RMSNorm, T5LayerNorm: rounded to the weight's dtype if that is a half precision one
+        RmsFormula("diffusers", _diffusers, lambda x, w: x is w, cast_before_weight=True),
+        # GptOss, Olmo2, Mochi, torch.nn.RMSNorm: one rounding
+        RmsFormula("single", lambda normed, dtype, weight: (weight * normed).to(dtype), lambda x, w: True),
+        # Gemma: a weight stored around zero
+        RmsFormula(
+            "gemma", lambda normed, dtype, weight: (normed * (1.0 + weight.float())).to(dtype), lambda x, w: True, weight_offset=1.0
+        ),
+    )
+}
+
+
+@functools.cache
+def rms_norm_forward(formula: str, eps: str, parameter: str, stock_under_autocast: bool = False) -> Callable:
+    """The forward for a formula; `eps` is the attribute that holds the epsilon, `parameter` the name of the input."""
+    rule = FORMULAS[formula]
+    dtypes, weight_offset, cast_before_weight = rule.dtypes, rule.weight_offset, rule.cast_before_weight
+
+    def run(self: nn.Module, x: Tensor) -> Tensor:
+        weight = self.weight
+        if not supported(x) or (weight is not None and (x.dtype, weight.dtype) not in dtypes):
+            return type(self).forward(self, x)
+        if stock_under_autocast and torch.is_autocast_enabled(x.device.type):
+            return type(self).forward(self, x)
+        epsilon = getattr(self, eps)
+        if epsilon is None:  # torch.nn.RMSNorm: that of the dtype it computes in
+            epsilon = torch.finfo(torch.float32).eps
+        return functional.rms_norm(x, weight, epsilon, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
+
+    if parameter == "x":
+
+        @own_forward("rms_norm")
+        def forward(self, x):
+            return run(self, x)
+    else:
+
+        @own_forward("rms_norm")
+        def forward(self, hidden_states):
+            return run(self, hidden_states)
+
+    return forward
+
+
+def weight_of(module: nn.Module) -> tuple[Optional[Tensor], Optional[str]]:
+    """(weight or None, None), or (None, why this is not a plain RMSNorm over the last dimension)."""
+    parameters = {name: value for name, value in module._parameters.items() if value is not None}
+    extra = [*(set(parameters) - {"weight"}), *(n for n, b in module._buffers.items() if b is not None), *module._modules]
+    if extra:
+        return None, f"it has more than a weight: {', '.join(sorted(extra))}"
+    weight = parameters.get("weight")
+    if weight is not None and weight.dim() != 1:
+        return None, f"it normalises over {weight.dim()} dimensions"
+    return weight, None

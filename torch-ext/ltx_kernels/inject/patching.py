@@ -1,0 +1,125 @@
+"""Instance patching: how an own `forward` is put on a module, found again under hooks, and taken off.
+
+A patch is a bound method in the instance's __dict__, and nothing else is stored:
+- `copy.deepcopy` binds it to the copy, which so runs on its own weights;
+- its function is named "forward", so that a pickle holds `getattr(module, "forward")`: unpickled, the module runs its class's forward;
+- accelerate and diffusers put their hooks around it, as around any forward.
+Where hooks are there already, it is put below them, where the class's forward was: no hook is lost.
+"""
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, Callable, NamedTuple, Optional, Union
+
+from torch import nn
+
+from .._ops import add_op_namespace_prefix
+
+
+class Recipe(NamedTuple):
+    """What is done with the instances of a class."""
+
+    kind: str  # what the report, `only` and `skip` call it
+    plan: Callable[[nn.Module], Union[Callable, str]]  # the forward to install, or why the instance is left alone
+    installed: Optional[Callable[[nn.Module], None]] = None
+    removed: Optional[Callable[[nn.Module], None]] = None
+
+
+MARK = "_ltx_kernels_kind"
+
+#: the CPU variant has no CUDA kernels; the CUDA variant has both
+HAS_CUDA = add_op_namespace_prefix("").startswith("_ltx_kernels_cuda")
+
+
+def own_forward(kind: str) -> Callable:
+    """Decorate a function that is to be installed as a module's forward; `kind` is what the report calls it."""
+
+    def mark(function: Callable) -> Callable:
+        function.__name__ = "forward"  # see the module docstring: what a pickle looks up
+        setattr(function, MARK, kind)
+        return function
+
+    return mark
+
+
+def kind_of(forward: Any) -> Optional[str]:
+    """The kind of an own forward of this package (of any loaded version of it); None for anything else."""
+    # A hook's wrapper copies the attributes of what it wraps, so only a bound method counts.
+    return getattr(forward.__func__, MARK, None) if isinstance(forward, MethodType) else None
+
+
+def is_plain(module: nn.Module, cls: type) -> bool:
+    """Calling `module` would run `cls.forward`, or our forward in its place, and nothing else: no hook, no other class.
+
+    Looked at on each call of a fused block, since hooks and adapters come and go; torch.compile guards on all of it.
+    """
+    if type(module) is not cls or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    own = module.__dict__.get("forward")
+    if own is None:
+        return True
+    function = getattr(own, "__func__", None)  # a hook's wrapper has none
+    return function is cls.forward or getattr(function, MARK, None) is not None
+
+
+def _slot(module: nn.Module) -> Optional[tuple[Any, str]]:
+    """(owner, attribute) that holds the innermost forward, below all hooks; None where that forward is neither stock nor ours."""
+
+    def is_known(forward: Any) -> bool:
+        if not isinstance(forward, MethodType) or forward.__self__ is not module:
+            return False
+        # Taking a hook off or unpickling leaves the class's forward behind as an attribute of the instance.
+        return forward.__func__ is type(module).forward or kind_of(forward) is not None
+
+    own = module.__dict__
+    if "forward" not in own or is_known(own["forward"]):
+        return module, "forward"
+    if is_known(own.get("_old_forward")):  # accelerate
+        return module, "_old_forward"
+    for reference in getattr(own.get("_diffusers_hook"), "_fn_refs", ())[:1]:  # the first one registered is the innermost
+        name = "forward" if reference.original_forward is None else "original_forward"
+        if is_known(getattr(reference, name)):
+            return reference, name
+    return None
+
+
+def installed_kind(module: nn.Module) -> Optional[str]:
+    """The kind of the own forward that is installed on `module`, under hooks or not."""
+    slot = _slot(module)
+    return kind_of(vars(slot[0]).get(slot[1])) if slot else None
+
+
+def install(module: nn.Module, forward: Callable) -> bool:
+    """Make `forward` the innermost forward of `module`. False where another library has replaced the forward."""
+    slot = _slot(module)
+    if slot is None:
+        return False
+    setattr(slot[0], slot[1], MethodType(forward, module))
+    return True
+
+
+def uninstall(module: nn.Module) -> bool:
+    """Undo `install`; False where nothing was installed."""
+    if installed_kind(module) is None:
+        return False
+    owner, name = _slot(module)
+    if owner is module and name == "forward":
+        del module.__dict__["forward"]
+    else:
+        setattr(owner, name, MethodType(type(module).forward, module))
+    return True
+
+
+def modules_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
+    """(qualified name, module) of all modules of a module, or of a pipeline: an object with `components`, or with modules as attributes."""
+    if isinstance(target, nn.Module):
+        yield from target.named_modules()
+        return
+    components = getattr(target, "components", None)
+    parts = components if isinstance(components, dict) else getattr(target, "__dict__", {})
+    models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    if not models:
+        raise TypeError(f"model_or_pipeline is a {type(target).__name__} without any torch.nn.Module; a model or a pipeline is needed")
+    seen = set()
+    for name, model in models.items():
+        yield from model.named_modules(prefix=name, memo=seen)
