@@ -6,8 +6,9 @@
     python benchmarks/e2e.py --parts step,split,vae,accuracy    all there is
     python benchmarks/e2e.py --skip gelu --skip ltx_vae.conv    what a kind of injection brings: measured without it
 
-step      stock, injected, compiled (`compile_repeated_blocks(fullgraph=True)`) and both, with guidance (a batch of two), in turns.
-split     GPU time of a step by kind of kernel (profiler): gemm, attention, ours, other; the sum of all kernels is `gpu`.
+step      stock, injected, compiled (`compile_repeated_blocks(fullgraph=True)`) and both, with guidance (a batch of
+two), in turns. split     GPU time of a step by kind of kernel (profiler): gemm, attention, ours, other; the sum of all
+kernels is `gpu`.
 vae       decoding: stock, norms fused, norms fused and convolutions with channels last.
 accuracy  a model of true width and 4 layers in bf16 against fp32 without TF32, stock and injected.
 Random weights. Without a GPU the models are small and the figures say nothing but that it works.
@@ -20,6 +21,7 @@ import copy
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,7 +36,7 @@ KINDS = {
     "attention": r"flash|fmha|attention|sdpa",
     "gemm": r"gemm|cutlass|nvjet|xmma|splitk|cublas|wgmma",
 }
-Call = "Callable[[], object]"
+Call = Callable[[], object]
 
 
 def step_inputs(pipe, size, device: str, dtype: torch.dtype, frames: int, height: int, width: int) -> dict:
@@ -45,7 +47,9 @@ def step_inputs(pipe, size, device: str, dtype: torch.dtype, frames: int, height
     return {
         "hidden_states": torch.randn(2, tokens, channels, device=device).to(dtype),
         "encoder_hidden_states": torch.cat([prompt["negative_prompt_embeds"], prompt["prompt_embeds"]]),
-        "encoder_attention_mask": torch.cat([prompt["negative_prompt_attention_mask"], prompt["prompt_attention_mask"]]),
+        "encoder_attention_mask": torch.cat(
+            [prompt["negative_prompt_attention_mask"], prompt["prompt_attention_mask"]]
+        ),
         "timestep": torch.full((2,), 500.0, device=device),
         "num_frames": grid[0],
         "height": grid[1],
@@ -56,7 +60,7 @@ def step_inputs(pipe, size, device: str, dtype: torch.dtype, frames: int, height
 
 
 def times_of(calls: dict[str, Call], device: str, rounds: int, each: int) -> dict[str, tuple[float, float, float]]:
-    """p10, median and p90 in us of each call, in turns; the first of each turn comes after another candidate and does not count."""
+    """p10, median and p90 in us of each call, in turns; the first of a turn comes after another and does not count."""
     for call in calls.values():
         for _ in range(3):
             call()
@@ -107,11 +111,6 @@ def show(rows: list[dict]) -> None:
             print(f"  {other} / " + ", ".join(ratios))
 
 
-def set_compiled(transformer, compiled: bool) -> None:
-    if compiled:
-        transformer.compile_repeated_blocks(fullgraph=True)
-
-
 def measure_steps(args, package, file: ResultFile, frames: int) -> None:
     size = SIZES[args.model]
     pipe = random_pipeline(size, args.device, args.dtype, vae=False)
@@ -125,8 +124,7 @@ def measure_steps(args, package, file: ResultFile, frames: int) -> None:
         # The weights are shared: what is timed in turns fits into memory once.
         for name, model in (("compiled", stock), ("injected_compiled", injected)):
             models[name] = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-            package.inject_optimized_kernels(models[name], skip=args.skip) if "injected" in name else None
-            set_compiled(models[name], True)
+            models[name].compile_repeated_blocks(fullgraph=True)
 
     def call(model):
         def run():

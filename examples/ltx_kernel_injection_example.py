@@ -1,7 +1,7 @@
 """The minimal integration: load the kernels, put them into LTX-Video, check, time, take them out again.
 
-    python ltx_kernel_injection_example.py            the transformer with random weights: the 2B sizes on a GPU, tiny ones without
-    python ltx_kernel_injection_example.py --model Lightricks/LTX-Video           real weights
+python ltx_kernel_injection_example.py            the transformer with random weights: the 2B sizes on a GPU, tiny ones
+without python ltx_kernel_injection_example.py --model Lightricks/LTX-Video           real weights
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def main() -> None:
     print(report)
     print(f"\nstock {stock_ms:.1f} ms, injected {injected_ms:.1f} ms, {stock_ms / injected_ms:.2f}x")
     print(f"relative difference {difference:.1e}")
-    # Each of the two rounds in its own places: in bfloat16 they differ by a few percent after 28 blocks of random weights.
+    # Each of the two rounds in its own places: in bfloat16 they differ by a few percent after 28 blocks of random
+    #     weights.
     assert difference < (5e-2 if DTYPE is torch.bfloat16 else 1e-4)
 
     # Only the RMSNorms, and everything back as it was.

@@ -33,6 +33,12 @@ VAES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch):
+    """TF32 in the convolutions would hide what is compared, and differs with the memory format."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @pytest.fixture(params=VAES)
 def case(request):
     """(vae, latents, timestep); noise scales are zero in a fresh model."""

@@ -82,8 +82,141 @@ def test_rms_norm_layer_compiles_fullgraph(kernelized):
 
 
 def test_layers_obey_the_rules_of_the_hub(k):
+    """And are honest: the differentiable ones are those whose op has a backward."""
+    assert len(k.layers.__all__) == 8
     for name in k.layers.__all__:
         layer = getattr(k.layers, name)
         assert layer.__init__ is torch.nn.Module.__init__
         assert set(dir(layer)) - set(dir(torch.nn.Module)) <= {"has_backward", "can_torch_compile"}
-        assert layer.has_backward is True and layer.can_torch_compile is True
+        assert layer.has_backward is (name in ("RMSNorm", "RMSNormZeroCentered")) and layer.can_torch_compile is True
+
+
+# ---- the other layers: the class that adopts each, made ready, and its input
+
+
+def _gemma_norm():
+    module = transformers.models.gemma3.modeling_gemma3.Gemma3RMSNorm(48)
+    torch.nn.init.normal_(module.weight)
+    return module
+
+
+def _mlp(kind: str):
+    return copy.deepcopy(tiny_models.llama(kind).model.layers[0].mlp)
+
+
+def _layer_norm(*shape, **arguments):
+    module = torch.nn.LayerNorm(shape, **arguments)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module
+
+
+LAYERS = {
+    "RMSNormZeroCentered": (_gemma_norm, 48, "rms_norm"),
+    "LayerNorm": (lambda: _layer_norm(48), 48, "layer_norm"),
+    "SwiGLUMLP": (lambda: _mlp("Llama"), 64, "activate"),
+    "GeGLUMLP": (lambda: _mlp("Gemma"), 64, "activate"),
+    "GELU": (lambda: transformers.activations.GELUActivation(), 48, "activate"),
+    "GELUTanh": (lambda: transformers.activations.NewGELUActivation(), 48, "activate"),
+}
+
+
+@pytest.fixture
+def adopt(k):
+    """adopt(module, layer, mode): a copy that kernelize has given the package's layer."""
+
+    def adopt(module, layer, mode, device="cpu"):
+        name = f"LtxTest{layer}"
+        kernels.replace_kernel_forward_from_hub(type(module), name)
+        repository = kernels.LocalLayerRepository(repo_path=Path(ROOT), layer_name=layer)
+        with kernels.use_kernel_mapping({name: {device: repository}}):
+            return kernels.kernelize(copy.deepcopy(module), mode=mode, device=device)
+
+    return adopt
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_in_each_mode(k, adopt, device, layer, mode):
+    """It runs where its flags say so, and the stock module where not."""
+    make, size, op = LAYERS[layer]
+    module, x = make().to(device), torch.randn(3, 7, size, device=device)
+    adopted = adopt(module, layer, mode, device)
+    runs = getattr(k.layers, layer).has_backward or kernels.Mode.TRAINING not in mode
+    assert count(adopted, x) == ({op: 1} if runs else {})
+    with torch.no_grad():
+        assert relative(adopted(x), module(x)) < 1e-5
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_gives_the_gradient_of_stock(adopt, device, layer):
+    """In inference mode too, where a gradient is wanted all the same."""
+    make, size, _ = LAYERS[layer]
+    module = make().to(device)
+    for mode in (kernels.Mode.INFERENCE, kernels.Mode.TRAINING):
+        grads = []
+        for each in (module, adopt(module, layer, mode, device)):
+            torch.manual_seed(1)
+            x = torch.randn(3, 7, size, device=device, requires_grad=True)
+            each.zero_grad()
+            each(x).square().sum().backward()
+            grads.append([x.grad, *(p.grad for p in each.parameters())])
+        for expected, result in zip(*grads):
+            assert relative(result, expected) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_returns_what_stock_returns(adopt, device, layer, dtype):
+    make, size, _ = LAYERS[layer]
+    module, x = make().to(device, dtype), torch.randn(3, 7, size, device=device).to(dtype)
+    adopted = adopt(module, layer, kernels.Mode.INFERENCE, device)
+    with torch.no_grad():
+        expected, result = module(x), adopted(x)
+        with torch.autocast(device, torch.bfloat16):
+            assert adopted(x).dtype is module(x).dtype
+    assert result.dtype is expected.dtype
+    assert relative(result, expected) < (1e-2 if dtype.itemsize == 2 else 1e-5)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_compiles_fullgraph(adopt, layer):
+    torch._dynamo.reset()
+    make, size, _ = LAYERS[layer]
+    x = torch.randn(3, 7, size)
+    adopted = adopt(make(), layer, kernels.Mode.INFERENCE | kernels.Mode.TORCH_COMPILE)
+    with torch.no_grad():
+        assert relative(torch.compile(adopted, fullgraph=True, backend="aot_eager")(x), adopted(x)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "module", [_layer_norm(4, 48), _layer_norm(48, elementwise_affine=False), _layer_norm(48, bias=False)]
+)
+def test_layer_norm_layer_of_any_kind(adopt, module):
+    x = torch.randn(3, 4, 48)
+    adopted = adopt(module, "LayerNorm", kernels.Mode.INFERENCE)
+    with torch.no_grad():
+        assert relative(adopted(x), module(x)) < 1e-5
+
+
+def test_rotary_layer(adopt, device):
+    """In place of a decorated function, which is a module of its own; what it does not take goes to that function."""
+
+    def rotary(q, k, cos, sin, unsqueeze_dim=1):
+        half = cos.shape[-1] // 2
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        rotated = [torch.cat((-x[..., half:], x[..., :half]), -1) for x in (q, k)]
+        return q * cos + rotated[0] * sin, k * cos + rotated[1] * sin
+
+    function = kernels.use_kernel_forward_from_hub("LtxTestRotary")(rotary)
+    adopted = adopt(function, "RotaryPosEmb", kernels.Mode.INFERENCE | kernels.Mode.TORCH_COMPILE, device)
+    angles = torch.randn(1, 5, 8, device=device)
+    tables = [torch.cat((t, t), -1) for t in (angles.cos(), angles.sin())]
+    for unsqueeze_dim, shape in ((1, (2, 4, 5, 16)), (2, (2, 5, 4, 16))):
+        q, k = torch.randn(2, *shape, device=device)
+        assert count(adopted, q, k, *tables, unsqueeze_dim) == {"qk_norm_rope": 1}
+        for result, expected in zip(adopted(q, k, *tables, unsqueeze_dim), rotary(q, k, *tables, unsqueeze_dim)):
+            assert relative(result, expected) < 1e-5
+    q, k = torch.randn(2, 2, 4, 5, 16, device=device, dtype=torch.float64)
+    assert torch.equal(adopted(q, k, *tables)[0], rotary(q, k, *tables)[0])

@@ -96,7 +96,12 @@ def ltx_video(layers: int = 2, heads: int = 4, head_dim: int = 16, **config) -> 
 
 
 def ltx_video_inputs(
-    device: str = "cpu", batch: int = 2, grid: tuple = (2, 3, 4), text: int = 5, per_token: bool = False, channels: int = 8
+    device: str = "cpu",
+    batch: int = 2,
+    grid: tuple = (2, 3, 4),
+    text: int = 5,
+    per_token: bool = False,
+    channels: int = 8,
 ) -> dict:
     """One call of the transformer: text to video, or with a timestep for each token (image to video)."""
     generator = torch.Generator().manual_seed(2)
@@ -119,7 +124,7 @@ def ltx_video_inputs(
 
 
 def ltx2(layers: int = 2, **config) -> torch.nn.Module:
-    """LTX-2: by default as released (split rotary tables in double precision); gated_attn and cross_attn_mod as in 2.3."""
+    """LTX-2, by default as released (split rotary tables); gated_attn and cross_attn_mod make it 2.3."""
     from diffusers import LTX2VideoTransformer3DModel
 
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
-// The two backends behind one interface: each op is a template over it, so that checks, shapes and meaning are the same on both.
+// The two backends behind one interface: each op is a template over it, so that checks, shapes and meaning are the same
+// on both.
 #pragma once
 
 #include "../kernel_src/activation/glu.h"
@@ -11,15 +12,21 @@ namespace ltx_kernels {
 
 #if defined(CUDA_KERNEL)
 struct Cuda {
-  static void norm_forward(const NormParams& params, const Tensor& x) { on_stream(x, [&](void* s) { return norm_forward_cuda(params, s); }); }
+  static void norm_forward(const NormParams& params, const Tensor& x) {
+    on_stream(x, [&](void* s) { return norm_forward_cuda(params, s); });
+  }
   static void norm_backward(const NormBackwardParams& params, const Tensor& x) {
     on_stream(x, [&](void* s) { return norm_backward_cuda(params, s); });
   }
   static void pixel_norm(const PixelNormParams& params, const Tensor& x) {
     on_stream(x, [&](void* s) { return pixel_norm_cuda(params, s); });
   }
-  static void rope(const RopeParams& params, const Tensor& x) { on_stream(x, [&](void* s) { return rope_cuda(params, s); }); }
-  static void glu(const GluParams& params, const Tensor& x) { on_stream(x, [&](void* s) { return glu_cuda(params, s); }); }
+  static void rope(const RopeParams& params, const Tensor& x) {
+    on_stream(x, [&](void* s) { return rope_cuda(params, s); });
+  }
+  static void glu(const GluParams& params, const Tensor& x) {
+    on_stream(x, [&](void* s) { return glu_cuda(params, s); });
+  }
 
  private:
   // Runs a launch on x's device and torch's current stream there.

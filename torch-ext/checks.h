@@ -1,5 +1,5 @@
-// Argument checks and the step from tensors to plain operands, shared by every op and both backends. An error names the argument, what came and
-// what is needed; it is thrown before anything is written.
+// Argument checks and the step from tensors to plain operands, shared by every op and both backends. An error names the
+// argument, what came and what is needed; it is thrown before anything is written.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -72,7 +72,8 @@ inline Dtype dtype_of(const Tensor& tensor, const char* name) {
 }
 
 inline std::string device_of(const Tensor& tensor) {
-  return tensor.is_cuda() ? "cuda:" + std::to_string(tensor.get_device_index()) : (tensor.is_cpu() ? "cpu" : "another device");
+  return tensor.is_cuda() ? "cuda:" + std::to_string(tensor.get_device_index())
+                          : (tensor.is_cpu() ? "cpu" : "another device");
 }
 
 inline void check_device(const Tensor& tensor, const char* name, const Tensor& x, const char* x_name) {
@@ -83,7 +84,8 @@ inline void check_device(const Tensor& tensor, const char* name, const Tensor& x
 
 inline void check_has_hidden(const Tensor& x, const char* name) {
   if (x.dim() < 1) fail(name, " has shape []; at least one dimension is needed, the last of which is normalised");
-  if (x.size(x.dim() - 1) > INT32_MAX) fail(name, " has a last dimension of ", x.size(x.dim() - 1), "; at most 2147483647 is supported");
+  if (x.size(x.dim() - 1) > INT32_MAX)
+    fail(name, " has a last dimension of ", x.size(x.dim() - 1), "; at most 2147483647 is supported");
 }
 
 inline void check_same_shape(const Tensor& tensor, const char* name, const Tensor& x, const char* x_name) {
@@ -92,8 +94,8 @@ inline void check_same_shape(const Tensor& tensor, const char* name, const Tenso
   if (!same) fail(name, " has shape ", shape_of(tensor), "; the shape of ", x_name, " is needed: ", shape_of(x));
 }
 
-// A new contiguous tensor of this shape on x's device. Python turns a failure into torch.OutOfMemoryError (functional.py): the stable
-// ABI loses the type of the error.
+// A new contiguous tensor of this shape on x's device. Python turns a failure into torch.OutOfMemoryError
+// (functional.py): the stable ABI loses the type of the error.
 inline Tensor allocate(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& x) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
@@ -105,9 +107,10 @@ inline Tensor allocate(const std::vector<int64_t>& sizes, ScalarType type, const
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
   AtenTensorHandle handle = nullptr;
   const auto error = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                              torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device_type,
-                                              x.get_device_index(), &handle);
-  if (error != TORCH_SUCCESS) fail(x.is_cuda() ? "CUDA out of memory: " : "", "could not allocate ", stride, " elements on ", device_of(x));
+                                              torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+                                              device_type, x.get_device_index(), &handle);
+  if (error != TORCH_SUCCESS)
+    fail(x.is_cuda() ? "CUDA out of memory: " : "", "could not allocate ", stride, " elements on ", device_of(x));
   return Tensor(handle);
 }
 
@@ -123,11 +126,13 @@ inline std::vector<int64_t> strides_of(const Tensor& tensor) {
   return std::vector<int64_t>(strides.begin(), strides.end());
 }
 
-// The same memory from `offset` elements on with other sizes and strides; without the dispatcher, which takes a microsecond.
-inline Tensor view_of(const Tensor& tensor, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset = 0) {
+// The same memory from `offset` elements on with other sizes and strides; without the dispatcher, which takes a
+// microsecond.
+inline Tensor view_of(const Tensor& tensor, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                      int64_t offset = 0) {
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                               offset, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()),
+                                                               sizes.data(), strides.data(), offset, &handle));
   return Tensor(handle);
 }
 
@@ -137,8 +142,9 @@ inline Tensor contiguous_copy(const Tensor& tensor) {
   return copy;
 }
 
-// Folds the leading dims of an op's tensors, [*leading, hidden], into the three that the kernels step through. Neighbouring dims fold where
-// every operand steps through them evenly; where more than three are left, the operands are copied to a layout that folds.
+// Folds the leading dims of an op's tensors, [*leading, hidden], into the three that the kernels step through.
+// Neighbouring dims fold where every operand steps through them evenly; where more than three are left, the operands
+// are copied to a layout that folds.
 class RowSpace {
  public:
   explicit RowSpace(const Tensor& x) : dims_(x.dim() - 1), hidden_(x.size(x.dim() - 1)) {
@@ -174,7 +180,8 @@ class RowSpace {
       operand.dtype = entry.dtype;
       const int64_t bytes = size_of(entry.dtype);
       operand.vectorized = hidden_ % vector_size == 0 && reinterpret_cast<uintptr_t>(operand.data) % kVectorBytes == 0;
-      for (int64_t stride : operand.strides) operand.vectorized = operand.vectorized && stride * bytes % kVectorBytes == 0;
+      for (int64_t stride : operand.strides)
+        operand.vectorized = operand.vectorized && stride * bytes % kVectorBytes == 0;
     }
     return rows;
   }
@@ -199,8 +206,8 @@ class RowSpace {
     if (!broadcasts) {
       std::ostringstream needed;
       for (int64_t i = 0; i < dims_; ++i) needed << sizes_[i] << ", ";
-      fail(name, " has shape ", shape_of(tensor), "; a shape that broadcasts to [", needed.str(), hidden_, "], with a last dimension of ",
-           hidden_, ", is needed");
+      fail(name, " has shape ", shape_of(tensor), "; a shape that broadcasts to [", needed.str(), hidden_,
+           "], with a last dimension of ", hidden_, ", is needed");
     }
     entry.tensor = hidden_ > 1 && tensor.stride(dims - 1) != 1 ? contiguous_copy(tensor) : tensor;
     for (int64_t i = 0; i < dims_; ++i) entry.strides[i] = 0;
@@ -213,7 +220,8 @@ class RowSpace {
   void expand(Entry& entry) {
     bool contiguous = true;
     int64_t stride = hidden_;
-    for (int64_t dim = dims_ - 1; dim >= 0; stride *= sizes_[dim--]) contiguous = contiguous && (sizes_[dim] == 1 || entry.strides[dim] == stride);
+    for (int64_t dim = dims_ - 1; dim >= 0; stride *= sizes_[dim--])
+      contiguous = contiguous && (sizes_[dim] == 1 || entry.strides[dim] == stride);
     if (contiguous) return;
     std::vector<int64_t> sizes(sizes_, sizes_ + dims_);
     sizes.push_back(hidden_);

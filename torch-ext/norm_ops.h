@@ -26,8 +26,10 @@ class NormArguments {
   }
 
   // The table added to a modulation; alone it has no meaning.
-  void table(const OptionalTensor& tensor, const char* name, const OptionalTensor& modulation, const char* modulation_name, Operand* target) {
-    if (tensor.has_value() && !modulation.has_value()) fail(name, " is given without ", modulation_name, "; it is added to it");
+  void table(const OptionalTensor& tensor, const char* name, const OptionalTensor& modulation,
+             const char* modulation_name, Operand* target) {
+    if (tensor.has_value() && !modulation.has_value())
+      fail(name, " is given without ", modulation_name, "; it is added to it");
     broadcast(tensor, name, target);
   }
 
@@ -82,7 +84,8 @@ Tensor rms_norm(Tensor x, OptionalTensor weight, double eps, double weight_offse
 
 // Also returns rstd [*leading] fp32, which the backward needs.
 template <typename Backend>
-std::tuple<Tensor, Tensor> rms_norm_with_rstd(Tensor x, OptionalTensor weight, double eps, double weight_offset, bool cast_before_weight) {
+std::tuple<Tensor, Tensor> rms_norm_with_rstd(Tensor x, OptionalTensor weight, double eps, double weight_offset,
+                                              bool cast_before_weight) {
   NormArguments arguments(x, Statistic::kRms, eps);
   NormParams& params = arguments.params;
   params.weight_offset = static_cast<float>(weight_offset);
@@ -99,8 +102,8 @@ std::tuple<Tensor, Tensor> rms_norm_with_rstd(Tensor x, OptionalTensor weight, d
 
 // (grad_x, grad_weight); grad_weight is empty ([0]) where it is not wanted or there is no weight.
 template <typename Backend>
-std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad_y, Tensor x, OptionalTensor weight, Tensor rstd, double weight_offset,
-                                             bool cast_before_weight, bool wants_grad_weight) {
+std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad_y, Tensor x, OptionalTensor weight, Tensor rstd,
+                                             double weight_offset, bool cast_before_weight, bool wants_grad_weight) {
   check_has_hidden(x, "x");
   check_same_shape(grad_y, "grad_y", x, "x");
   check_device(grad_y, "grad_y", x, "x");
@@ -145,8 +148,9 @@ Tensor layer_norm(Tensor x, OptionalTensor weight, OptionalTensor bias, double e
 }
 
 // The part of the sentence after the statistic.
-inline void add_modulation(NormArguments& arguments, const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& scale,
-                           const OptionalTensor& scale_table, const OptionalTensor& shift, const OptionalTensor& shift_table) {
+inline void add_modulation(NormArguments& arguments, const OptionalTensor& weight, const OptionalTensor& bias,
+                           const OptionalTensor& scale, const OptionalTensor& scale_table, const OptionalTensor& shift,
+                           const OptionalTensor& shift_table) {
   NormParams& params = arguments.params;
   arguments.vector(weight, "weight", &params.weight);
   arguments.vector(bias, "bias", &params.bias);
@@ -157,8 +161,8 @@ inline void add_modulation(NormArguments& arguments, const OptionalTensor& weigh
 }
 
 template <typename Backend>
-Tensor ada_norm(Tensor x, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight, OptionalTensor bias, double eps, bool layer,
-                OptionalTensor scale_table, OptionalTensor shift_table) {
+Tensor ada_norm(Tensor x, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight, OptionalTensor bias,
+                double eps, bool layer, OptionalTensor scale_table, OptionalTensor shift_table) {
   NormArguments arguments(x, statistic_of(layer), eps);
   add_modulation(arguments, weight, bias, scale, scale_table, shift, shift_table);
   Tensor y = arguments.output(x, &arguments.params.y);
@@ -180,9 +184,11 @@ Tensor gated_residual(Tensor residual, Tensor x, OptionalTensor gate, OptionalTe
 
 // (y, new_residual): y of x's dtype, new_residual of the residual's.
 template <typename Backend>
-std::tuple<Tensor, Tensor> residual_ada_norm(Tensor residual, Tensor x, OptionalTensor gate, OptionalTensor scale, OptionalTensor shift,
-                                             OptionalTensor weight, OptionalTensor bias, double eps, bool layer, OptionalTensor gate_table,
-                                             OptionalTensor scale_table, OptionalTensor shift_table, double weight_offset) {
+std::tuple<Tensor, Tensor> residual_ada_norm(Tensor residual, Tensor x, OptionalTensor gate, OptionalTensor scale,
+                                             OptionalTensor shift, OptionalTensor weight, OptionalTensor bias,
+                                             double eps, bool layer, OptionalTensor gate_table,
+                                             OptionalTensor scale_table, OptionalTensor shift_table,
+                                             double weight_offset) {
   NormArguments arguments(x, statistic_of(layer), eps);
   NormParams& params = arguments.params;
   params.weight_offset = static_cast<float>(weight_offset);

@@ -9,28 +9,36 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "rms_norm_with_rstd(Tensor x, Tensor? weight, float eps, float weight_offset, bool cast_before_weight) "
       "-> (Tensor y, Tensor rstd)");
   ops.def(
-      "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, bool cast_before_weight, "
+      "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, bool "
+      "cast_before_weight, "
       "bool wants_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
   ops.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor");
   ops.def(
-      "ada_norm(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, bool layer, Tensor? scale_table, "
+      "ada_norm(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, bool layer, Tensor? "
+      "scale_table, "
       "Tensor? shift_table) -> Tensor");
   ops.def("gated_residual(Tensor residual, Tensor x, Tensor? gate, Tensor? gate_table) -> Tensor");
   ops.def(
-      "residual_ada_norm(Tensor residual, Tensor x, Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, "
-      "bool layer, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, float weight_offset) -> (Tensor y, Tensor new_residual)");
+      "residual_ada_norm(Tensor residual, Tensor x, Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, "
+      "Tensor? bias, float eps, "
+      "bool layer, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, float weight_offset) -> (Tensor y, "
+      "Tensor new_residual)");
   ops.def("pixel_norm_silu(Tensor x, Tensor? scale, Tensor? shift, float eps) -> Tensor");
   ops.def("glu(Tensor x, int activation, bool gate_first) -> Tensor");
   ops.def("activate(Tensor x, Tensor? up, int activation) -> Tensor");
   ops.def("rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, int? rotary_dim) -> Tensor");
   ops.def(
-      "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, float eps, bool across_heads, "
-      "bool interleaved, int norm, Tensor? q_bias, Tensor? k_bias, Tensor? k_cos, Tensor? k_sin, int? rotary_dim, SymInt rope_start, "
+      "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, float eps, bool "
+      "across_heads, "
+      "bool interleaved, int norm, Tensor? q_bias, Tensor? k_bias, Tensor? k_cos, Tensor? k_sin, int? rotary_dim, "
+      "SymInt rope_start, "
       "SymInt? rope_len) -> (Tensor q_out, Tensor k_out)");
   ops.def(
-      "q_norm_rope(Tensor q, Tensor? q_weight, Tensor? cos, Tensor? sin, float eps, bool across_heads, bool interleaved, int norm, "
+      "q_norm_rope(Tensor q, Tensor? q_weight, Tensor? cos, Tensor? sin, float eps, bool across_heads, bool "
+      "interleaved, int norm, "
       "Tensor? q_bias, int? rotary_dim, SymInt rope_start, SymInt? rope_len) -> Tensor");
-  ops.def("rope_3d(Tensor q, Tensor k, Tensor table_t, Tensor table_h, Tensor table_w) -> (Tensor q_out, Tensor k_out)");
+  ops.def(
+      "rope_3d(Tensor q, Tensor k, Tensor table_t, Tensor table_h, Tensor table_w) -> (Tensor q_out, Tensor k_out)");
 }
 
 namespace {

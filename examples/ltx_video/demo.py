@@ -1,7 +1,8 @@
 """LTX-Video through diffusers, stock against injected: `make demo`.
 
-Random weights, so no download: the 2B model in bf16 on a GPU, a small one of the same classes in fp32 without. The time a step and the
-difference of the results are what there is to see; a video there is not (generate_video.py makes one).
+Random weights, so no download: the 2B model in bf16 on a GPU, a small one of the same classes in fp32 without. The time
+    a step and the difference of the results are what there is to see; a video there is not (generate_video.py makes
+    one).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--model", choices=SIZES, default="2b" if cuda else "small")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16" if cuda else "float32")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16" if cuda else "float32"
+    )
     parser.add_argument("--num-frames", type=int, default=49 if cuda else 25)
     parser.add_argument("--height", type=int, default=512 if cuda else 256)
     parser.add_argument("--width", type=int, default=768 if cuda else 384)

@@ -1,11 +1,13 @@
-"""Generate a video with LTX-Video through diffusers, with the kernels of this package, without, compiled, or all four compared.
+"""Generate a video with LTX-Video through diffusers: with the kernels of this package, without, compiled, or compared.
 
     python generate_video.py --prompt "A woman walks through a snowy forest"     real weights, from the Hub or its cache
     python generate_video.py --random-weights                                     the 2B model's true sizes, no download
-    python generate_video.py --tiny --compare                                     minutes on a CPU: every path, a video of noise
-    python generate_video.py --compare                                            stock, injected, compiled, both: times and differences
+    python generate_video.py --tiny --compare                                     minutes on a CPU: every path, a video
+    of noise python generate_video.py --compare                                            stock, injected, compiled,
+    both: times and differences
 
-Offline there is no tokenizer either: random and tiny models take random prompt embeddings, and the prompt is only shown.
+Offline there is no tokenizer either: random and tiny models take random prompt embeddings, and the prompt is only
+    shown.
 """
 
 from __future__ import annotations
@@ -184,9 +186,18 @@ def compare(args: argparse.Namespace, pipe, prompt: dict, kernels) -> None:
         set_compiled(pipe, compiled)
         results.append(generate(args, pipe, prompt, name))
     stock = results[0]
-    lines = ["| configuration | ms a step | it/s | speed-up | decode s | total s | peak GiB | PSNR to stock, dB |", "|---" * 8 + "|"]
+    lines = [
+        "| configuration | ms a step | it/s | speed-up | decode s | total s | peak GiB | PSNR to stock, dB |",
+        "|---" * 8 + "|",
+    ]
     for r in results:
-        cells = (f"{1e3 * r.step:.1f}", f"{1 / r.step:.2f}", f"{stock.step / r.step:.2f}x", f"{r.decode:.2f}", f"{r.total:.1f}")
+        cells = (
+            f"{1e3 * r.step:.1f}",
+            f"{1 / r.step:.2f}",
+            f"{stock.step / r.step:.2f}x",
+            f"{r.decode:.2f}",
+            f"{r.total:.1f}",
+        )
         same = "-" if r is stock else f"{psnr(r.video, stock.video):.1f}"
         lines.append(f"| {r.name} | {' | '.join(cells)} | {r.memory:.2f} | {same} |")
     text = "\n".join(lines)
@@ -232,7 +243,9 @@ def main() -> None:
         if args.warmup_iterations > 1:  # what the speed-up is measured against: the warm-up steps of the stock model
             steps = {"num_inference_steps": args.warmup_iterations + 1, "output_type": "latent"}
             sizes = {"num_frames": args.num_frames, "height": args.height, "width": args.width}
-            baseline = statistics.median(timed_run(pipe, args.device, "stock, to compare", **prompt, **steps, **sizes)[1])
+            baseline = statistics.median(
+                timed_run(pipe, args.device, "stock, to compare", **prompt, **steps, **sizes)[1]
+            )
         print(kernels.inject_optimized_kernels(pipe))
     set_compiled(pipe, args.compile)
     result = generate(args, pipe, prompt, "generating")

@@ -36,7 +36,12 @@ SIZES = {
     "2b": Size("LTX-Video 2B"),
     "13b": Size(
         "LTX-Video 13B",
-        transformer={"num_attention_heads": 32, "attention_head_dim": 128, "num_layers": 48, "cross_attention_dim": 4096},
+        transformer={
+            "num_attention_heads": 32,
+            "attention_head_dim": 128,
+            "num_layers": 48,
+            "cross_attention_dim": 4096,
+        },
     ),
     "small": Size(
         "a small LTX-Video (8 heads of 32, 4 layers)",
@@ -77,7 +82,7 @@ SIZES = {
 
 
 def random_pipeline(size: Size, device: str, dtype: torch.dtype, vae: bool = True, seed: int = 0):
-    """An LTXPipeline of the real classes with random weights, without tokenizer and text encoder: it takes prompt_embeds."""
+    """An LTXPipeline of the real classes with random weights and without text encoder: it takes prompt_embeds."""
     from diffusers import (
         AutoencoderKLLTXVideo,
         FlowMatchEulerDiscreteScheduler,
@@ -102,12 +107,16 @@ def random_pipeline(size: Size, device: str, dtype: torch.dtype, vae: bool = Tru
     return LTXPipeline(scheduler=scheduler, vae=decoder, text_encoder=None, tokenizer=None, transformer=transformer)
 
 
-def random_prompt(size: Size, device: str, dtype: torch.dtype, batch: int = 1, length: int = 128, seed: int = 0) -> dict:
+def random_prompt(
+    size: Size, device: str, dtype: torch.dtype, batch: int = 1, length: int = 128, seed: int = 0
+) -> dict:
     """Prompt embeddings as a text encoder would give them: the tail of each row is padding."""
     generator = torch.Generator().manual_seed(seed)
     arguments = {}
     for name, used in (("prompt", length // 3), ("negative_prompt", length // 8)):
-        arguments[f"{name}_embeds"] = torch.randn(batch, length, size.caption_channels, generator=generator).to(device, dtype)
+        arguments[f"{name}_embeds"] = torch.randn(batch, length, size.caption_channels, generator=generator).to(
+            device, dtype
+        )
         arguments[f"{name}_attention_mask"] = (torch.arange(length) < used).expand(batch, -1).to(device)
     return arguments
 

@@ -1,4 +1,5 @@
 // The launch of the gated activation core (glu.cuh): the dtype and the width of an access.
+#include "../core/dispatch.cuh"
 #include "glu.cuh"
 
 namespace ltx_kernels {
@@ -41,15 +42,7 @@ cudaError_t launch(const GluParams& p, cudaStream_t stream) {
 int glu_cuda(const GluParams& params, void* stream) {
   GluParams p = params;
   join_rows(&p);
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  switch (p.y.dtype) {
-    case Dtype::kFloat16:
-      return launch<__half>(p, cuda_stream);
-    case Dtype::kBFloat16:
-      return launch<__nv_bfloat16>(p, cuda_stream);
-    default:
-      return launch<float>(p, cuda_stream);
-  }
+  return dispatch(p.y.dtype, [&](auto value) { return launch<decltype(value)>(p, static_cast<cudaStream_t>(stream)); });
 }
 
 }  // namespace ltx_kernels

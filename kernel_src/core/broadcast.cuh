@@ -1,4 +1,5 @@
-// Where a row of the problem lies in each operand, so that scale[B,1,D], a chunk of [B,S,6D] or a slice of a QKV projection is read in place.
+// Where a row of the problem lies in each operand, so that scale[B,1,D], a chunk of [B,S,6D] or a slice of a QKV
+// projection is read in place.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// How a row is spread over threads and shared memory. A function of the row's length and dtype alone: the same row gives the same bits in
-// any batch.
+// How a row is spread over threads and shared memory. A function of the row's length and dtype alone: the same row
+// gives the same bits in any batch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -34,9 +34,9 @@ inline RowLaunch row_launch(int64_t row_vectors, int vectors, int block_threads)
   return {static_cast<int>(threads), rows};
 }
 
-// Lets `kernel` take *stages times stage_bytes of dynamic shared memory, or fewer stages, down to 0, where the chip has less: a block may
-// have 64 KB on sm_75, 163 on sm_80, 227 on sm_90, and over 48 KB a kernel must ask. It asks for all there is, always: a limit that followed
-// the call would be too low for the call of another thread.
+// Lets `kernel` take *stages times stage_bytes of dynamic shared memory, or fewer stages, down to 0, where the chip has
+// less: a block may have 64 KB on sm_75, 163 on sm_80, 227 on sm_90, and over 48 KB a kernel must ask. It asks for all
+// there is, always: a limit that followed the call would be too low for the call of another thread.
 template <typename Kernel>
 cudaError_t allow_shared_memory(Kernel* kernel, int64_t stage_bytes, int* stages) {
   constexpr int64_t kStatic = 4096;  // more than any of our kernels declares
@@ -45,7 +45,8 @@ cudaError_t allow_shared_memory(Kernel* kernel, int64_t stage_bytes, int* stages
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   int limit = 0;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device); error != cudaSuccess) {
+  if (const cudaError_t error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+      error != cudaSuccess) {
     return error;
   }
   while (*stages > 0 && *stages * stage_bytes + kStatic > limit) --*stages;

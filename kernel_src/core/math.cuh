@@ -25,7 +25,8 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
 template <bool kExact>
 __device__ __forceinline__ float silu(float x) {
   if constexpr (!kExact) return x * fast_reciprocal(1.f + fast_exp2(-kLog2E * x));
-  const float bounded = fmaxf(fminf(x, 126.f), -200.f);  // an infinite power would meet a zero below, or another infinity
+  const float bounded =
+      fmaxf(fminf(x, 126.f), -200.f);  // an infinite power would meet a zero below, or another infinity
   const float power = -kLog2E * bounded;
   const float rest = fmaf(-kLn2Low, power, fmaf(-kLn2High, power, -bounded));
   return x * fast_reciprocal(1.f + fast_exp2(power) * (1.f + rest));

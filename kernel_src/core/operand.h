@@ -1,4 +1,5 @@
-// The plain data that passes from the binding to the kernels. No torch, no CUDA: both backends and both compilers read it.
+// The plain data that passes from the binding to the kernels. No torch, no CUDA: both backends and both compilers read
+// it.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +22,9 @@ struct Rows {
   constexpr int64_t count() const { return sizes[0] * sizes[1] * sizes[2]; }
 };
 
-// One tensor of the problem, read in place: a row starts at the sum of its index times the stride (in elements; 0 where the tensor is
-// broadcast), and its elements are contiguous. An absent tensor has no data. `vectorized`: every row starts on a multiple of 16 bytes.
+// One tensor of the problem, read in place: a row starts at the sum of its index times the stride (in elements; 0 where
+// the tensor is broadcast), and its elements are contiguous. An absent tensor has no data. `vectorized`: every row
+// starts on a multiple of 16 bytes.
 struct Operand {
   void* data = nullptr;
   int64_t strides[Rows::kDims] = {0, 0, 0};

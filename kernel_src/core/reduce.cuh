@@ -6,8 +6,9 @@ namespace ltx_kernels {
 constexpr int kWarpSize = 32;
 constexpr int kMaxWarps = 32;
 
-// kRows sums at once over the blockDim.x threads that share threadIdx.y: a power of two up to a warp, or whole warps. Every thread of the block
-// calls it, and gets the sums. `scratch` holds kRows floats a warp; two calls that follow each other need different ones.
+// kRows sums at once over the blockDim.x threads that share threadIdx.y: a power of two up to a warp, or whole warps.
+// Every thread of the block calls it, and gets the sums. `scratch` holds kRows floats a warp; two calls that follow
+// each other need different ones.
 template <int kRows>
 __device__ __forceinline__ void row_sums(float (&sums)[kRows], float* scratch) {
   const auto sum_lanes = [&](int width) {

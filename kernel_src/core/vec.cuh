@@ -1,5 +1,6 @@
-// 16-byte vectors, the conversions to and from fp32, and the loads and stores of every kernel. bf16 and fp16 are only ever converted,
-// never computed with: sm_75 has no bf16 arithmetic, and one rounding at the end is more accurate than a chain of them.
+// 16-byte vectors, the conversions to and from fp32, and the loads and stores of every kernel. bf16 and fp16 are only
+// ever converted, never computed with: sm_75 has no bf16 arithmetic, and one rounding at the end is more accurate than
+// a chain of them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -52,7 +53,8 @@ __device__ __forceinline__ float round_to(Dtype dtype, float value) {
   }
 }
 
-// Kernels of T = float also carry mixed dtypes, which the tensor they write would round to; in the others T says it all.
+// Kernels of T = float also carry mixed dtypes, which the tensor they write would round to; in the others T says it
+// all.
 template <typename T>
 __device__ __forceinline__ float round_if_mixed(Dtype dtype, float value) {
   return std::is_same_v<T, float> ? round_to(dtype, value) : to_float(from_float<T>(value));
@@ -106,7 +108,8 @@ __device__ __forceinline__ Vec<T, kSize> from_floats(const float (&values)[kSize
 }
 
 template <typename S, int kSize>
-__device__ __forceinline__ void load_floats_as(const void* data, int64_t offset, bool vectorized, int count, float (&values)[kSize]) {
+__device__ __forceinline__ void load_floats_as(const void* data, int64_t offset, bool vectorized, int count,
+                                               float (&values)[kSize]) {
   const S* source = static_cast<const S*>(data) + offset;
   if (vectorized) {
     // Two loads of 16 bytes where kSize elements are 32 bytes (fp32 beside a 16-bit tensor).
@@ -135,7 +138,8 @@ __device__ __forceinline__ void load_floats(const Operand& operand, int64_t offs
   }
 }
 
-// kSize elements of an operand that holds T, or, where the kernel computes in fp32 storage for mixed dtypes (T = float), anything.
+// kSize elements of an operand that holds T, or, where the kernel computes in fp32 storage for mixed dtypes (T =
+// float), anything.
 template <typename T, int kSize>
 __device__ __forceinline__ Vec<T, kSize> load(const Operand& operand, int64_t offset, int count) {
   if constexpr (std::is_same_v<T, float>) {
@@ -151,7 +155,8 @@ __device__ __forceinline__ Vec<T, kSize> load(const Operand& operand, int64_t of
 }
 
 template <typename S, int kSize>
-__device__ __forceinline__ void store_floats_as(void* data, int64_t offset, bool vectorized, int count, const float (&values)[kSize]) {
+__device__ __forceinline__ void store_floats_as(void* data, int64_t offset, bool vectorized, int count,
+                                                const float (&values)[kSize]) {
   S* target = static_cast<S*>(data) + offset;
   const Vec<S, kSize> vector = from_floats<S, kSize>(values);
   if (vectorized) {
@@ -164,7 +169,8 @@ __device__ __forceinline__ void store_floats_as(void* data, int64_t offset, bool
 template <typename T, int kSize>
 __device__ __forceinline__ void store(const Operand& operand, int64_t offset, int count, const float (&values)[kSize]) {
   if constexpr (std::is_same_v<T, float>) {
-    if (operand.dtype == Dtype::kFloat16) return store_floats_as<__half>(operand.data, offset, operand.vectorized, count, values);
+    if (operand.dtype == Dtype::kFloat16)
+      return store_floats_as<__half>(operand.data, offset, operand.vectorized, count, values);
     if (operand.dtype == Dtype::kBFloat16) {
       return store_floats_as<__nv_bfloat16>(operand.data, offset, operand.vectorized, count, values);
     }

@@ -1,9 +1,11 @@
-// The row-norm core: every norm-like op is the sentence of norm.h with parts left out. The maths stands here once (update_residual, affine,
-// finish); two kernels read for it.
-//   norm_fast_kernel     what models do: aligned 16-byte vectors, the row in registers, the parts of the sentence compiled in. Measured on an
-//                        H200: with the parts as run-time switches the same loop takes twice as long, because their branches and addresses
-//                        cost more instructions than memory leaves time for (28 a bf16 element).
-//   norm_general_kernel  everything else: any alignment, dtype, row length and combination of parts, in one short loop that reads a row again
+// The row-norm core: every norm-like op is the sentence of norm.h with parts left out. The maths stands here once
+// (update_residual, affine, finish); two kernels read for it.
+//   norm_fast_kernel     what models do: aligned 16-byte vectors, the row in registers, the parts of the sentence
+//   compiled in. Measured on an
+//                        H200: with the parts as run-time switches the same loop takes twice as long, because their
+//                        branches and addresses cost more instructions than memory leaves time for (28 a bf16 element).
+//   norm_general_kernel  everything else: any alignment, dtype, row length and combination of parts, in one short loop
+//   that reads a row again
 //                        for each pass.
 // Both spread a row over the same threads and sum in the same order, so that which one runs cannot be seen in the bits.
 #pragma once
@@ -14,6 +16,7 @@
 #include "../core/launch.cuh"
 #include "../core/math.cuh"
 #include "../core/reduce.cuh"
+#include "../core/segment.cuh"
 #include "../core/vec.cuh"
 #include "norm.h"
 
@@ -36,23 +39,25 @@ struct Has {
 
 __host__ __device__ constexpr Has has_of(unsigned parts) {
   const bool modulation = parts & kModulation, tables = parts & kTables, gate = parts & kGate;
-  return {(parts & kWeight) != 0,   (parts & kBias) != 0, modulation, modulation && tables,   modulation, modulation && tables,
-          (parts & kResidual) != 0, gate,                 gate && tables, (parts & kSilu) != 0};
+  return {(parts & kWeight) != 0, (parts & kBias) != 0,     modulation, modulation && tables, modulation,
+          modulation && tables,   (parts & kResidual) != 0, gate,       gate && tables,       (parts & kSilu) != 0};
 }
 
 __host__ __device__ inline Has has_of(const NormParams& p) {
-  return {p.weight.data != nullptr, p.bias.data != nullptr,        p.scale.data != nullptr,    p.scale_table.data != nullptr,
-          p.shift.data != nullptr,  p.shift_table.data != nullptr, p.residual.data != nullptr, p.gate.data != nullptr,
+  return {p.weight.data != nullptr,     p.bias.data != nullptr,
+          p.scale.data != nullptr,      p.scale_table.data != nullptr,
+          p.shift.data != nullptr,      p.shift_table.data != nullptr,
+          p.residual.data != nullptr,   p.gate.data != nullptr,
           p.gate_table.data != nullptr, p.silu};
 }
 
-// The sentence, for one vector. `read` is called as read(operand, values) and gives the operand's elements at the vector's columns. Fused
-// multiply-adds are spelled out: left to the compiler, they would differ between the kernels.
+// The sentence, for one vector. `read` is called as read(operand, values) and gives the operand's elements at the
+// vector's columns. Fused multiply-adds are spelled out: left to the compiler, they would differ between the kernels.
 
 // h = residual + (gate + gate_table)·x, in fp32. x is replaced by h.
 template <int kSize, typename Read>
-__device__ __forceinline__ void update_residual(const NormParams& p, const Has& has, Read&& read, const float (&residual)[kSize],
-                                                float (&x)[kSize]) {
+__device__ __forceinline__ void update_residual(const NormParams& p, const Has& has, Read&& read,
+                                                const float (&residual)[kSize], float (&x)[kSize]) {
   if (!has.gate) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) x[j] = __fadd_rn(residual[j], x[j]);
@@ -72,7 +77,8 @@ __device__ __forceinline__ void update_residual(const NormParams& p, const Has& 
 
 // factor and term such that y = norm(h)·factor + term.
 template <int kSize, typename Read>
-__device__ __forceinline__ void affine(const NormParams& p, const Has& has, Read&& read, float (&factor)[kSize], float (&term)[kSize]) {
+__device__ __forceinline__ void affine(const NormParams& p, const Has& has, Read&& read, float (&factor)[kSize],
+                                       float (&term)[kSize]) {
   float values[kSize];
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
@@ -113,27 +119,32 @@ __device__ __forceinline__ void affine(const NormParams& p, const Has& has, Read
   }
 }
 
-// What a row is normed with: (h - mean - rest)·rstd. `mean` is rounded to fp32, which for a mean of 1000 is worse than eager; `rest` is what
-// the rounding lost, the mean of h - mean.
+// What a row is normed with: (h - mean)·rstd + shift. `mean` is rounded to fp32, which for a mean of 1000 is worse than
+// eager; `shift` makes up for what the rounding lost, the mean of h - mean.
 struct Moments {
-  float mean = 0.f, rest = 0.f, rstd = 0.f;
+  float mean = 0.f, shift = 0.f, rstd = 0.f;
 };
 
-// From the sums of h - mean and its squares. The squares are of a second pass: E[x²] - mean² would lose the variance to a large mean.
+// From the sums of h - mean and its squares. The squares are of a second pass: E[x²] - mean² would lose the variance to
+// a large mean.
 __device__ __forceinline__ void set_moments(const NormParams& p, float sum, float squares, Moments& moments) {
-  moments.rest = sum * p.rows.inverse_hidden;
-  const float variance = squares * p.rows.inverse_hidden - moments.rest * moments.rest;
+  const float rest = sum * p.rows.inverse_hidden;
+  const float variance = squares * p.rows.inverse_hidden - rest * rest;
   moments.rstd = __frsqrt_rn(variance + p.eps);  // rsqrtf is off by up to two units in the last place
+  moments.shift = -rest * moments.rstd;
 }
 
 // y from h: normed, rounded where Llama rounds, factor and term, activation. h is replaced by y.
 template <typename T, Statistic kStatistic, int kSize>
-__device__ __forceinline__ void finish(const NormParams& p, const Has& has, const Moments& moments, const float (&factor)[kSize],
-                                       const float (&term)[kSize], float (&h)[kSize]) {
+__device__ __forceinline__ void finish(const NormParams& p, const Has& has, const Moments& moments,
+                                       const float (&factor)[kSize], const float (&term)[kSize], float (&h)[kSize]) {
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
-    const float centred = kStatistic == Statistic::kLayer ? __fsub_rn(__fsub_rn(h[j], moments.mean), moments.rest) : h[j];
-    h[j] = __fmul_rn(centred, moments.rstd);
+    if constexpr (kStatistic == Statistic::kLayer) {
+      h[j] = fmaf(__fsub_rn(h[j], moments.mean), moments.rstd, moments.shift);
+    } else {
+      h[j] = __fmul_rn(h[j], moments.rstd);
+    }
   }
   if (has.weight && p.cast_before_weight) {
 #pragma unroll
@@ -160,7 +171,8 @@ __device__ __forceinline__ float add_values(float sum, const float (&values)[kSi
 
 // Adds the first `count` of h - mean, and their squares.
 template <Statistic kStatistic, int kSize>
-__device__ __forceinline__ void add_moments(float mean, int count, const float (&values)[kSize], float& sum, float& squares) {
+__device__ __forceinline__ void add_moments(float mean, int count, const float (&values)[kSize], float& sum,
+                                            float& squares) {
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
     if (j >= count) continue;
@@ -170,21 +182,25 @@ __device__ __forceinline__ void add_moments(float mean, int count, const float (
   }
 }
 
-// T: the dtype of x, residual, h and y. M: of every other operand. kVecs vectors a thread hold a row; a thread has kRows rows at a time, which
-// share scale and shift, so that these are read and converted once. Rows are [outer, inner]; a block stays within one outer index, and
-// `chunks` blocks cover it.
-template <typename T, typename M, Statistic kStatistic, unsigned kParts, int kVecs, int kRows>
-__global__ void __launch_bounds__(kMaxThreadsPerRow) norm_fast_kernel(const __grid_constant__ NormParams p, const unsigned chunks) {
+// T: the dtype of x, residual, h and y. M: of every other operand. kVecs vectors a thread hold a row; a thread has
+// kRows rows at a time, which share scale and shift, so that these are read and converted once. Rows are [outer,
+// inner]; a block stays within one outer index, and `chunks` blocks cover it. kSegmented (sm_90): a cluster of blocks
+// shares a row, each has a segment of it, and they add their sums up.
+template <typename T, typename M, Statistic kStatistic, unsigned kParts, int kVecs, int kRows, bool kSegmented>
+__global__ void __launch_bounds__(kMaxThreadsPerRow)
+    norm_fast_kernel(const __grid_constant__ NormParams p, const unsigned chunks) {
   constexpr int kSize = kVectorSize<T>;
   constexpr Has kHas = has_of(kParts);
   using Vector = Vec<T, kSize>;
   __shared__ float scratch[2][kMaxWarps * 2 * kRows];
 
-  const unsigned outer = blockIdx.x / chunks;
-  const int64_t first = (static_cast<int64_t>(blockIdx.x - outer * chunks) * blockDim.y + threadIdx.y) * kRows;
+  const Segment<kSegmented> segment;
+  const unsigned block = blockIdx.x / segment.count();
+  const unsigned outer = block / chunks;
+  const int64_t first = (static_cast<int64_t>(block - outer * chunks) * blockDim.y + threadIdx.y) * kRows;
   const int64_t inner = p.rows.sizes[2];
   const int row_vectors = static_cast<int>(p.rows.hidden) / kSize;
-  const auto vector = [&](int i) { return static_cast<int>(threadIdx.x + i * blockDim.x); };
+  const auto vector = [&](int i) { return static_cast<int>(threadIdx.x + (segment.rank() * kVecs + i) * blockDim.x); };
   const auto offset = [&](const Operand& operand) { return outer * operand.strides[1] + first * operand.strides[2]; };
   // Calls f(row, i, vector) for the vectors of this thread that exist.
   const auto for_each = [&](auto&& f) {
@@ -196,7 +212,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_fast_kernel(const __gr
       }
     }
   };
-  const auto load_rows = [&](const Operand& operand, Vector (&rows)[kRows][kVecs]) {
+  const auto load_rows = [&](const Operand& operand, Vector(&rows)[kRows][kVecs]) {
     const Vector* source = reinterpret_cast<const Vector*>(static_cast<const T*>(operand.data) + offset(operand));
     const int64_t step = operand.strides[2] / kSize;
     for_each([&](int row, int i, int v) { rows[row][i] = source[row * step + v]; });
@@ -206,7 +222,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_fast_kernel(const __gr
     target[row * (operand.strides[2] / kSize) + v] = values;
   };
   const auto reader = [&](int v) {
-    return [&, v](const Operand& operand, float(&values)[kSize]) {
+    return [&, v](const Operand& operand, float (&values)[kSize]) {
       load_floats_as<M>(operand.data, offset(operand) + v * kSize, true, kSize, values);
     };
   };
@@ -236,6 +252,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_fast_kernel(const __gr
       sums[row] = add_values(sums[row], values);
     });
     row_sums(sums, scratch[0]);
+    segment.add(sums, 0, false);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) moments[row].mean = sums[row] * p.rows.inverse_hidden;
   }
@@ -247,10 +264,12 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_fast_kernel(const __gr
     add_moments<kStatistic>(moments[row].mean, kSize, values, sums[(kSums - 1) * kRows + row], sums[row]);
   });
   row_sums(sums, scratch[1]);
+  segment.add(sums, 1, true);
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) set_moments(p, kSums == 2 ? sums[(kSums - 1) * kRows + row] : 0.f, sums[row], moments[row]);
+  for (int row = 0; row < kRows; ++row)
+    set_moments(p, kSums == 2 ? sums[(kSums - 1) * kRows + row] : 0.f, sums[row], moments[row]);
 
-  if (p.rstd != nullptr && threadIdx.x == 0) {
+  if (p.rstd != nullptr && threadIdx.x == 0 && segment.rank() == 0) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       if (first + row < inner) p.rstd[outer * inner + first + row] = moments[row].rstd;
@@ -270,11 +289,15 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_fast_kernel(const __gr
       if (first + row < inner) store_rows(p.y, row, v, from_floats<T, kSize>(y));
     }
   }
+  segment.finish();
 }
 
-// T: the dtype of x and h; float where x and the residual differ, which then holds any of the three.
+// T: the dtype of x and h; float where x and the residual differ, which then holds any of the three. A row's sums are
+// taken over `segments` of `segment_columns` columns, one after the other, as the blocks of a cluster take them side by
+// side.
 template <typename T, Statistic kStatistic>
-__global__ void __launch_bounds__(kMaxThreadsPerRow, 1) norm_general_kernel(const __grid_constant__ NormParams p) {
+__global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
+    norm_general_kernel(const __grid_constant__ NormParams p, const int segments, const int64_t segment_columns) {
   constexpr int kSize = kVectorSize<T>;
   __shared__ float scratch[2][kMaxWarps * 2];
 
@@ -283,15 +306,29 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1) norm_general_kernel(cons
   const RowIndex row(exists ? number : 0, p.rows);
   const int64_t hidden = exists ? p.rows.hidden : 0;
   const Has has = has_of(p);
-  // Calls f(column, count) for this thread's vectors; `count` elements of each exist.
-  const auto for_each = [&](auto&& f) {
+  // Calls f(column, count) for this thread's vectors in [begin, end); `count` elements of each exist.
+  const auto for_each_in = [&](int64_t begin, int64_t end, auto&& f) {
 #pragma unroll 1
-    for (int64_t column = static_cast<int64_t>(threadIdx.x) * kSize; column < hidden; column += static_cast<int64_t>(blockDim.x) * kSize) {
+    for (int64_t column = begin + threadIdx.x * kSize; column < min(end, hidden);
+         column += static_cast<int64_t>(blockDim.x) * kSize) {
       f(column, static_cast<int>(min(static_cast<int64_t>(kSize), hidden - column)));
     }
   };
+  const auto for_each = [&](auto&& f) { for_each_in(0, hidden, f); };
+  // Adds f's sums over the row to `sums`, segment by segment. Scratch alternates between calls of row_sums.
+  int turn = 0;
+  const auto sum_segments = [&](auto& sums, auto&& f) {
+    for (int segment = 0; segment < segments; ++segment) {
+      std::remove_reference_t<decltype(sums)> part = {};
+      for_each_in(segment * segment_columns, segment + 1 < segments ? (segment + 1) * segment_columns : hidden,
+                  [&](int64_t column, int count) { f(column, count, part); });
+      row_sums(part, scratch[turn++ & 1]);
+      for (int k = 0; k < static_cast<int>(sizeof(part) / sizeof(float)); ++k)
+        sums[k] = segment > 0 ? __fadd_rn(sums[k], part[k]) : part[k];
+    }
+  };
   const auto reader = [&](int64_t column, int count) {
-    return [&, column, count](const Operand& operand, float(&values)[kSize]) {
+    return [&, column, count](const Operand& operand, float (&values)[kSize]) {
       load_floats(operand, row.offset(operand) + column, count, values);
     };
   };
@@ -313,20 +350,19 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1) norm_general_kernel(cons
   float values[kSize];
   Moments moments;
   if constexpr (kStatistic == Statistic::kLayer) {
-    float sum = 0.f;
-    for_each([&](int64_t column, int count) {
+    float sum[1] = {};
+    sum_segments(sum, [&](int64_t column, int count, float (&part)[1]) {
       reader(column, count)(h, values);
-      sum = add_values(sum, values);
+      part[0] = add_values(part[0], values);
     });
-    moments.mean = row_sum(sum, scratch[0]) * p.rows.inverse_hidden;
+    moments.mean = sum[0] * p.rows.inverse_hidden;
   }
   constexpr int kSums = kStatistic == Statistic::kLayer ? 2 : 1;
   float sums[kSums] = {};
-  for_each([&](int64_t column, int count) {
+  sum_segments(sums, [&](int64_t column, int count, float (&part)[kSums]) {
     reader(column, count)(h, values);
-    add_moments<kStatistic>(moments.mean, count, values, sums[kSums - 1], sums[0]);
+    add_moments<kStatistic>(moments.mean, count, values, part[kSums - 1], part[0]);
   });
-  row_sums(sums, scratch[1]);
   set_moments(p, kSums == 2 ? sums[kSums - 1] : 0.f, sums[0], moments);
 
   if (p.rstd != nullptr && exists && threadIdx.x == 0) p.rstd[number] = moments.rstd;

@@ -9,39 +9,42 @@ namespace ltx_kernels {
 
 enum class Statistic : int32_t { kNone, kRms, kLayer };  // kNone: only new_residual is wanted
 
-// Operands are [*rows, hidden]; one without data is left out of the sentence.
+// Operands are [*rows, hidden]; one without data is left out of the sentence. What every norm reads stands first: a
+// kernel's parameters are fetched a cache line at a time, which a small launch waits for.
 struct NormParams {
   Rows rows;
-  Statistic statistic = Statistic::kRms;
   Operand x;
-  Operand residual, gate, gate_table;
-  Operand weight, bias;  // [hidden]
-  Operand scale, scale_table, shift, shift_table;
   Operand y;
-  Operand new_residual;
-  float* rstd = nullptr;  // [rows], kept for a backward
+  Operand weight;  // [hidden]
   float eps = 0.f;
   float weight_offset = 0.f;
+  Statistic statistic = Statistic::kRms;
   bool cast_before_weight = false;  // round norm(h) to y's dtype before the weight, as Llama does
   bool silu = false;
+  float* rstd = nullptr;  // [rows], kept for a backward
+  Operand bias;           // [hidden]
+  Operand scale, scale_table, shift, shift_table;
+  Operand residual, gate, gate_table;
+  Operand new_residual;
 };
 
 // Gradients of y = norm(x)·(weight_offset + weight) for the rms statistic.
 struct NormBackwardParams {
   Rows rows;
-  Operand grad_y, x;            // [*rows, hidden]
-  Operand weight;               // [hidden]
-  Operand grad_x;               // [*rows, hidden], no data: not wanted
-  const float* rstd = nullptr;  // [rows]
+  Operand grad_y, x;                      // [*rows, hidden]
+  Operand weight;                         // [hidden]
+  Operand grad_x;                         // [*rows, hidden], no data: not wanted
+  const float* rstd = nullptr;            // [rows]
   float* grad_weight_partials = nullptr;  // [partials, hidden] fp32, no data: not wanted
   int64_t partials = 0;
-  Operand grad_weight;             // [hidden]
+  Operand grad_weight;  // [hidden]
   float weight_offset = 0.f;
   bool cast_before_weight = false;  // the weight saw norm(x) rounded to x's dtype
 };
 
-// Rows of the fp32 scratch that the weight gradient is summed from: as many blocks walk over the rows. A function of the shape alone, so
-// that bits agree across GPUs: 4 or, for rows of over 128 threads, 2 blocks on each of the 132 SMs of an H100, where there are rows for them.
+// Rows of the fp32 scratch that the weight gradient is summed from: as many blocks walk over the rows. A function of
+// the shape alone, so that bits agree across GPUs: 4 or, for rows of over 128 threads, 2 blocks on each of the 132 SMs
+// of an H100, where there are rows for them.
 inline int64_t norm_backward_partials(const Rows& rows) {
   const int64_t wanted = rows.hidden <= 2048 ? 528 : 264;
   const int64_t quarter = (rows.count() + 3) / 4;

@@ -1,11 +1,13 @@
 // Backward of RMSNorm: with x̂ = x·rstd and g = grad_y·(weight_offset + weight),
 //   grad_x = rstd·(g - x̂·mean(g·x̂))        grad_weight = Σ over rows of grad_y·x̂
-// One pass over x and grad_y gives both: a fixed number of blocks walk over the rows, the next rows on their way to shared memory while the
-// present ones are computed, and keep their part of grad_weight in registers. The parts are then summed in a fixed order: no atomics.
-// Measured on an H200 at [65536, 2048] bf16: 204 us, 94 % of a copy's rate; without the copies ahead 268 us.
+// One pass over x and grad_y gives both: a fixed number of blocks walk over the rows, the next rows on their way to
+// shared memory while the present ones are computed, and keep their part of grad_weight in registers. The parts are
+// then summed in a fixed order: no atomics. Measured on an H200 at [65536, 2048] bf16: 204 us, 94 % of a copy's rate;
+// without the copies ahead 268 us.
 #include <type_traits>
 
 #include "../core/broadcast.cuh"
+#include "../core/dispatch.cuh"
 #include "../core/launch.cuh"
 #include "../core/reduce.cuh"
 #include "../core/stage.cuh"
@@ -15,50 +17,54 @@
 namespace ltx_kernels {
 namespace {
 
-constexpr int kElements = 16;  // of a row, and of grad_weight, that a thread holds: 16-bit rows up to 8192, fp32 rows up to 8192
+constexpr int kElements =
+    16;  // of a row, and of grad_weight, that a thread holds: 16-bit rows up to 8192, fp32 rows up to 8192
 constexpr int kStages = 2;
 
 // Rows at a time, whose sums share a barrier; two fp32 rows would not fit the registers.
 template <typename T>
 constexpr int kRowsAtATime = sizeof(T) == 2 ? 2 : 1;
 
-// x̂ and g for one vector; `factor` is weight_offset + weight.
-template <int kSize>
-__device__ __forceinline__ void normalise(float rstd, const float (&factor)[kSize], float (&x)[kSize], float (&grad_y)[kSize]) {
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) {
-    x[j] = __fmul_rn(x[j], rstd);
-    grad_y[j] = __fmul_rn(grad_y[j], factor[j]);
-  }
-}
+// The arithmetic of one vector, in as few instructions as it takes; products are spelled out so that both kernels round
+// alike.
 
+// sum + Σ grad_y·factor·x, with factor = weight_offset + weight. Times rstd it is Σ g·x̂.
 template <int kSize>
-__device__ __forceinline__ float add_products(float sum, const float (&a)[kSize], const float (&b)[kSize]) {
+__device__ __forceinline__ float add_products(float sum, const float (&factor)[kSize], const float (&grad_y)[kSize],
+                                              const float (&x)[kSize]) {
 #pragma unroll
-  for (int j = 0; j < kSize; ++j) sum = fmaf(a[j], b[j], sum);
+  for (int j = 0; j < kSize; ++j) sum = fmaf(__fmul_rn(grad_y[j], factor[j]), x[j], sum);
   return sum;
 }
 
+// grad_x from grad_y, which it replaces; x becomes x̂.
 template <int kSize>
-__device__ __forceinline__ void gradient(float rstd, float mean, const float (&normed)[kSize], float (&g)[kSize]) {
+__device__ __forceinline__ void gradient(float rstd, float mean, const float (&factor)[kSize], float (&x)[kSize],
+                                         float (&grad_y)[kSize]) {
 #pragma unroll
-  for (int j = 0; j < kSize; ++j) g[j] = __fmul_rn(rstd, fmaf(-normed[j], mean, g[j]));
-}
-
-// What the weight saw: x̂, rounded where Llama rounds.
-template <typename T, int kSize>
-__device__ __forceinline__ void weight_input(const NormBackwardParams& p, float rstd, float (&x)[kSize]) {
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) x[j] = __fmul_rn(x[j], rstd);
-  if (p.cast_before_weight) {
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) x[j] = to_float(from_float<T>(x[j]));
+  for (int j = 0; j < kSize; ++j) {
+    x[j] = __fmul_rn(x[j], rstd);
+    grad_y[j] = __fmul_rn(rstd, fmaf(-x[j], mean, __fmul_rn(grad_y[j], factor[j])));
   }
 }
 
-// M: the dtype of weight where kAligned. Otherwise operands may start anywhere and weight be of any dtype; the order of the sums is the same.
+// Adds grad_y times what the weight saw: x̂, rounded where Llama rounds.
+template <typename T, int kSize>
+__device__ __forceinline__ void add_weight_gradient(const NormBackwardParams& p, const float (&grad_y)[kSize],
+                                                    float (&normed)[kSize], float (&sum)[kSize]) {
+  if (p.cast_before_weight) {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) normed[j] = to_float(from_float<T>(normed[j]));
+  }
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) sum[j] = fmaf(grad_y[j], normed[j], sum[j]);
+}
+
+// M: the dtype of weight where kAligned. Otherwise operands may start anywhere and weight be of any dtype; the order of
+// the sums is the same.
 template <typename T, typename M, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_kernel(const __grid_constant__ NormBackwardParams p) {
+__global__ void __launch_bounds__(kMaxThreadsPerRow)
+    norm_backward_kernel(const __grid_constant__ NormBackwardParams p) {
   constexpr int kSize = kVectorSize<T>;
   constexpr int kVecs = kElements / kSize;
   constexpr int kRows = kRowsAtATime<T>;
@@ -83,7 +89,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_kernel(const 
   };
   // [stage, row, grad_y or x, row_vectors], of this thread's row of the block
   const auto stage_of = [&](int stage, int row, int operand) {
-    return reinterpret_cast<Vector*>(shared) + ((((threadIdx.y * kStages) + stage) * kRows + row) * 2 + operand) * row_vectors;
+    return reinterpret_cast<Vector*>(shared) +
+           ((((threadIdx.y * kStages) + stage) * kRows + row) * 2 + operand) * row_vectors;
   };
   const auto copy_ahead = [&](int64_t first, int stage) {
     if constexpr (kAligned) {
@@ -91,7 +98,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_kernel(const 
       for (int row = 0; row < kRows; ++row) {
         if (first + row >= rows) continue;
         const auto row_of = [&](const Operand& operand) {
-          return reinterpret_cast<const Vector*>(static_cast<const T*>(operand.data) + row_offset(operand, first + row, p.rows));
+          return reinterpret_cast<const Vector*>(static_cast<const T*>(operand.data) +
+                                                 row_offset(operand, first + row, p.rows));
         };
         const Vector *grad_y = row_of(p.grad_y), *x = row_of(p.x);
 #pragma unroll
@@ -105,7 +113,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_kernel(const 
     }
   };
 
-  const auto load_factor = [&](int v, float(&factor)[kSize]) {
+  const auto load_factor = [&](int v, float (&factor)[kSize]) {
     if (p.weight.data == nullptr) {
 #pragma unroll
       for (int j = 0; j < kSize; ++j) factor[j] = 1.f;
@@ -127,23 +135,21 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_kernel(const 
       if (vector(i) < row_vectors) load_factor(vector(i), factors[i]);
     }
   }
-  const auto normalise_vector = [&](int i, int v, float rstd, float(&normed)[kSize], float(&g)[kSize]) {
-    if constexpr (kAligned) {
-      normalise(rstd, factors[i], normed, g);
-    } else {
-      load_factor(v, factors[0]);
-      normalise(rstd, factors[0], normed, g);
-    }
+  const auto factor_of = [&](int i, int v) -> const float (&)[kSize] {
+    if constexpr (kAligned) return factors[i];
+    load_factor(v, factors[0]);
+    return factors[0];
   };
   float grad_weight[kVecs][kSize] = {};
 
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y * kRows;
   int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) * kRows;
   copy_ahead(first, 0);
-  // Every thread of a block makes as many turns: row_sums has a barrier. Stage and scratch alternate, so that the next rows may be copied and
-  // summed while a slow warp still reads these.
+  // Every thread of a block makes as many turns: row_sums has a barrier. Stage and scratch alternate, so that the next
+  // rows may be copied and summed while a slow warp still reads these.
   int stage = 0;
-  for (int64_t block_first = static_cast<int64_t>(blockIdx.x) * blockDim.y * kRows; block_first < rows; block_first += step) {
+  for (int64_t block_first = static_cast<int64_t>(blockIdx.x) * blockDim.y * kRows; block_first < rows;
+       block_first += step) {
     copy_ahead(first + step, stage ^ 1);
     copy_async_wait<1>();
     Vector grad_y[kRows][kVecs] = {}, x[kRows][kVecs] = {};
@@ -154,7 +160,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_kernel(const 
         x[row][i] = stage_of(stage, row, 1)[v];
       } else {
         const auto load_vector = [&](const Operand& operand) {
-          return load_elements<T, kSize>(static_cast<const T*>(operand.data) + row_offset(operand, first + row, p.rows) + v * kSize, count(v));
+          return load_elements<T, kSize>(
+              static_cast<const T*>(operand.data) + row_offset(operand, first + row, p.rows) + v * kSize, count(v));
         };
         grad_y[row][i] = load_vector(p.grad_y);
         x[row][i] = load_vector(p.x);
@@ -166,24 +173,23 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_kernel(const 
       float g[kSize], normed[kSize];
       to_floats(grad_y[row][i], g);
       to_floats(x[row][i], normed);
-      normalise_vector(i, v, rstd[row], normed, g);
-      mean[row] = add_products(mean[row], g, normed);
+      mean[row] = add_products(mean[row], factor_of(i, v), g, normed);
     });
     row_sums(mean, scratch[stage]);
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) mean[row] *= p.rows.inverse_hidden;
+    for (int row = 0; row < kRows; ++row) mean[row] *= rstd[row] * p.rows.inverse_hidden;
 
     for_each(first, [&](int row, int i, int v) {
       float g[kSize], normed[kSize];
       to_floats(grad_y[row][i], g);
       to_floats(x[row][i], normed);
-      weight_input<T>(p, rstd[row], normed);
+      float grad_x[kSize];
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) grad_weight[i][j] = fmaf(g[j], normed[j], grad_weight[i][j]);
-      to_floats(x[row][i], normed);
-      normalise_vector(i, v, rstd[row], normed, g);
-      gradient(rstd[row], mean[row], normed, g);
-      store_floats_as<T>(p.grad_x.data, row_offset(p.grad_x, first + row, p.rows) + v * kSize, kAligned, count(v), g);
+      for (int j = 0; j < kSize; ++j) grad_x[j] = g[j];
+      gradient(rstd[row], mean[row], factor_of(i, v), normed, grad_x);
+      add_weight_gradient<T>(p, g, normed, grad_weight[i]);
+      store_floats_as<T>(p.grad_x.data, row_offset(p.grad_x, first + row, p.rows) + v * kSize, kAligned, count(v),
+                         grad_x);
     });
     first += step;
     stage ^= 1;
@@ -209,36 +215,40 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_kernel(const 
 
 // grad_x alone, for rows of any length, which are read once for each pass.
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreadsPerRow) norm_backward_long_kernel(const __grid_constant__ NormBackwardParams p) {
+__global__ void __launch_bounds__(kMaxThreadsPerRow)
+    norm_backward_long_kernel(const __grid_constant__ NormBackwardParams p) {
   constexpr int kSize = kVectorSize<T>;
   __shared__ float scratch[kMaxWarps];
   const int64_t row = blockIdx.x;
   const RowIndex index(row, p.rows);
   const float rstd = p.rstd[row];
   const auto for_each = [&](auto&& f) {
-    for (int64_t column = static_cast<int64_t>(threadIdx.x) * kSize; column < p.rows.hidden; column += static_cast<int64_t>(blockDim.x) * kSize) {
+    for (int64_t column = static_cast<int64_t>(threadIdx.x) * kSize; column < p.rows.hidden;
+         column += static_cast<int64_t>(blockDim.x) * kSize) {
       const int count = static_cast<int>(min(static_cast<int64_t>(kSize), p.rows.hidden - column));
-      float factor[kSize] = {}, g[kSize], normed[kSize];
+      float factor[kSize] = {}, grad_y[kSize], x[kSize];
       if (p.weight.data != nullptr) load_floats(p.weight, column, count, factor);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) factor[j] = p.weight.data != nullptr ? __fadd_rn(p.weight_offset, factor[j]) : 1.f;
-      to_floats(load<T, kSize>(p.grad_y, index.offset(p.grad_y) + column, count), g);
-      to_floats(load<T, kSize>(p.x, index.offset(p.x) + column, count), normed);
-      normalise(rstd, factor, normed, g);
-      f(column, count, g, normed);
+      for (int j = 0; j < kSize; ++j)
+        factor[j] = p.weight.data != nullptr ? __fadd_rn(p.weight_offset, factor[j]) : 1.f;
+      to_floats(load<T, kSize>(p.grad_y, index.offset(p.grad_y) + column, count), grad_y);
+      to_floats(load<T, kSize>(p.x, index.offset(p.x) + column, count), x);
+      f(column, count, factor, grad_y, x);
     }
   };
   float dot = 0.f;
-  for_each([&](int64_t, int, float(&g)[kSize], float(&normed)[kSize]) { dot = add_products(dot, g, normed); });
-  const float mean = row_sum(dot, scratch) * p.rows.inverse_hidden;
-  for_each([&](int64_t column, int count, float(&g)[kSize], float(&normed)[kSize]) {
-    gradient(rstd, mean, normed, g);
-    store<T, kSize>(p.grad_x, index.offset(p.grad_x) + column, count, g);
+  for_each([&](int64_t, int, float (&factor)[kSize], float (&grad_y)[kSize], float (&x)[kSize]) {
+    dot = add_products(dot, factor, grad_y, x);
+  });
+  const float mean = row_sum(dot, scratch) * rstd * p.rows.inverse_hidden;
+  for_each([&](int64_t column, int count, float (&factor)[kSize], float (&grad_y)[kSize], float (&x)[kSize]) {
+    gradient(rstd, mean, factor, x, grad_y);
+    store<T, kSize>(p.grad_x, index.offset(p.grad_x) + column, count, grad_y);
   });
 }
 
 constexpr int kColumnThreads = 32;
-constexpr int kColumnRows = 16;
+constexpr int kColumnRows = 32;  // a thousand threads: what the sum takes is the latency of its loads
 
 // Sum over threadIdx.y of one value a thread, in a fixed order; valid in threadIdx.y == 0.
 __device__ __forceinline__ float column_sum(float value) {
@@ -257,19 +267,21 @@ __device__ __forceinline__ float column_sum(float value) {
 template <typename T>
 __global__ void norm_weight_partials_kernel(const __grid_constant__ NormBackwardParams p) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x;
-  float sum = 0.f;
+  float sum[1] = {};
   if (column < p.rows.hidden) {
     const int64_t step = static_cast<int64_t>(gridDim.y) * kColumnRows;
-    for (int64_t row = static_cast<int64_t>(blockIdx.y) * kColumnRows + threadIdx.y; row < p.rows.count(); row += step) {
+    for (int64_t row = static_cast<int64_t>(blockIdx.y) * kColumnRows + threadIdx.y; row < p.rows.count();
+         row += step) {
       const RowIndex index(row, p.rows);
       const float grad_y = to_float(static_cast<const T*>(p.grad_y.data)[index.offset(p.grad_y) + column]);
-      float x[1] = {to_float(static_cast<const T*>(p.x.data)[index.offset(p.x) + column])};
-      weight_input<T>(p, p.rstd[row], x);
-      sum = fmaf(grad_y, x[0], sum);
+      const float g[1] = {grad_y};
+      float normed[1] = {__fmul_rn(to_float(static_cast<const T*>(p.x.data)[index.offset(p.x) + column]), p.rstd[row])};
+      add_weight_gradient<T>(p, g, normed, sum);
     }
   }
-  sum = column_sum(sum);
-  if (threadIdx.y == 0 && column < p.rows.hidden) p.grad_weight_partials[static_cast<int64_t>(blockIdx.y) * p.rows.hidden + column] = sum;
+  sum[0] = column_sum(sum[0]);
+  if (threadIdx.y == 0 && column < p.rows.hidden)
+    p.grad_weight_partials[static_cast<int64_t>(blockIdx.y) * p.rows.hidden + column] = sum[0];
 }
 
 // grad_weight[column] = Σ partials[:, column], rounded once.
@@ -277,7 +289,9 @@ __global__ void sum_partials_kernel(const __grid_constant__ NormBackwardParams p
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x;
   float sum = 0.f;
   if (column < p.rows.hidden) {
-    for (int64_t i = threadIdx.y; i < p.partials; i += kColumnRows) sum += p.grad_weight_partials[i * p.rows.hidden + column];
+#pragma unroll 8
+    for (int64_t i = threadIdx.y; i < p.partials; i += kColumnRows)
+      sum += p.grad_weight_partials[i * p.rows.hidden + column];
   }
   sum = column_sum(sum);
   if (threadIdx.y == 0 && column < p.rows.hidden) {
@@ -298,7 +312,8 @@ cudaError_t launch_rows(const NormBackwardParams& p, const RowLaunch& config, cu
   const auto kernel = norm_backward_kernel<T, M, kAligned>;
   int64_t shared = 0;
   if constexpr (kAligned) {
-    shared = kStages * kRowsAtATime<T> * 2 * config.rows_per_block * ceil_div(p.rows.hidden, kVectorSize<T>) * kVectorBytes;
+    shared =
+        kStages * kRowsAtATime<T> * 2 * config.rows_per_block * ceil_div(p.rows.hidden, kVectorSize<T>) * kVectorBytes;
     int fits = 1;
     if (const cudaError_t error = allow_shared_memory(kernel, shared, &fits); error != cudaSuccess) return error;
     if (!fits) return launch_rows<T, T, false>(p, config, stream);
@@ -317,7 +332,8 @@ cudaError_t launch(const NormBackwardParams& p, cudaStream_t stream) {
   const auto column_blocks = static_cast<unsigned>(ceil_div(p.rows.hidden, kColumnThreads));
   cudaError_t error = cudaSuccess;
   if (config.threads_per_row * static_cast<int64_t>(kElements) >= p.rows.hidden) {
-    const bool aligned = p.x.vectorized && p.grad_y.vectorized && p.grad_x.vectorized && (p.weight.data == nullptr || p.weight.vectorized);
+    const bool aligned = p.x.vectorized && p.grad_y.vectorized && p.grad_x.vectorized &&
+                         (p.weight.data == nullptr || p.weight.vectorized);
     if (aligned && (p.weight.data == nullptr || p.weight.dtype == kDtype<T>)) {
       error = launch_rows<T, T, true>(p, config, stream);
     } else if (aligned && p.weight.dtype == Dtype::kFloat32) {
@@ -329,7 +345,8 @@ cudaError_t launch(const NormBackwardParams& p, cudaStream_t stream) {
     norm_backward_long_kernel<T><<<static_cast<unsigned>(p.rows.count()), kMaxThreadsPerRow, 0, stream>>>(p);
     error = cudaGetLastError();
     if (error == cudaSuccess && wants_weight) {
-      norm_weight_partials_kernel<T><<<dim3(column_blocks, static_cast<unsigned>(p.partials)), column_threads, 0, stream>>>(p);
+      norm_weight_partials_kernel<T>
+          <<<dim3(column_blocks, static_cast<unsigned>(p.partials)), column_threads, 0, stream>>>(p);
       error = cudaGetLastError();
     }
   }
@@ -341,15 +358,7 @@ cudaError_t launch(const NormBackwardParams& p, cudaStream_t stream) {
 }  // namespace
 
 int norm_backward_cuda(const NormBackwardParams& p, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  switch (p.x.dtype) {
-    case Dtype::kFloat16:
-      return launch<__half>(p, cuda_stream);
-    case Dtype::kBFloat16:
-      return launch<__nv_bfloat16>(p, cuda_stream);
-    default:
-      return launch<float>(p, cuda_stream);
-  }
+  return dispatch(p.x.dtype, [&](auto value) { return launch<decltype(value)>(p, static_cast<cudaStream_t>(stream)); });
 }
 
 }  // namespace ltx_kernels

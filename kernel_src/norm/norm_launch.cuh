@@ -1,86 +1,119 @@
-// The launch of the row-norm core (norm.cuh): which kernel, and how many vectors and rows a thread has. Each dtype is a source of its own,
-// so that they compile in parallel.
+// The launch of the row-norm core (norm.cuh): which kernel, and how a row is spread over threads and blocks. Each dtype
+// is a source of its own, so that they compile in parallel.
 #pragma once
 
 #include "norm.cuh"
 
 namespace ltx_kernels {
 
-// Vectors a thread, by the length of the row in vectors: tuning as data. Measured on an H200 in bf16; more threads than vectors ask for are
-// waste, fewer leave too little in flight.
-struct Tuning {
-  int64_t longest_row;
-  int vectors;
+// How a row is spread: tuning as data, measured on an H200. More vectors a thread need fewer threads a row, and so
+// fewer barriers, but leave fewer rows in flight; fp16 is at its best with two, because its conversions take more
+// registers and time.
+struct Spread {
+  int vectors;   // a thread
+  int rows;      // a thread, at a time, where nothing but x and residual differs between them
+  int segments;  // blocks a row, a cluster on sm_90
 };
-constexpr Tuning kPlain[] = {{384, 2}, {2048, 4}, {4096, 8}, {8192, 16}};
-constexpr Tuning kModulated[] = {{256, 1}, {1024, 2}, {2048, 4}};  // scale and shift in registers, for several rows
-constexpr Tuning kWithResidual[] = {{1024, 2}, {2048, 4}};         // two rows to hold
 
-// How many rows a thread has at a time where they share scale and shift: 4 with 1 vector, 2 with more.
-constexpr int shared_rows(int vectors) { return vectors == 1 ? 4 : 2; }
-
-template <size_t kCount>
-int choose_vectors(const Tuning (&table)[kCount], int64_t row_vectors) {
-  for (const Tuning& tuning : table) {
-    if (row_vectors <= tuning.longest_row) return tuning.vectors;
-  }
-  return table[kCount - 1].vectors;
+template <typename T>
+Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vectors) {
+  const bool layer = statistic == Statistic::kLayer;
+  const bool half = kDtype<T> == Dtype::kFloat16;
+  if (has.residual) return row_vectors <= 1024 ? Spread{2, 1, 1} : Spread{4, 1, 1};
+  if (has.scale && !layer && row_vectors <= 256) return {1, 4, 1};
+  if (has.scale) return row_vectors <= (layer && !half ? 64 : 1024) ? Spread{2, 2, 1} : Spread{4, 2, 1};
+  if (row_vectors > 4096) return {4, 1, row_vectors > 8192 ? kMaxSegments : kMaxSegments / 2};
+  if (row_vectors > 2048)
+    return {8, 1, 1};  // [2048, 32768] bf16: 75 us, 88 in two segments; [1024, 65536]: 91 in four, 111 in one
+  if (layer) return row_vectors <= (half ? 1024 : 64) ? Spread{2, 2, 1} : Spread{4, 2, 1};
+  return row_vectors <= (half ? 1024 : 384) ? Spread{2, 1, 1} : Spread{4, 1, 1};
 }
 
 inline unsigned parts_of(const Has& has, bool* known) {
   // Parts that only come together in the fast kernels.
-  *known = has.scale == has.shift && has.scale_table == has.shift_table && (!has.gate || !has.scale || has.gate_table == has.scale_table);
+  *known = has.scale == has.shift && has.scale_table == has.shift_table &&
+           (!has.gate || !has.scale || has.gate_table == has.scale_table);
   const bool tables = has.scale_table || has.gate_table;
-  return (has.weight ? kWeight : 0u) | (has.bias ? kBias : 0u) | (has.scale ? kModulation : 0u) | (tables ? kTables : 0u) |
-         (has.residual ? kResidual : 0u) | (has.gate ? kGate : 0u) | (has.silu ? kSilu : 0u);
-}
-
-template <typename T, typename M, Statistic kStatistic, unsigned kParts, int kVecs, int kRows>
-cudaError_t launch_fast(const NormParams& p, const RowLaunch& config, cudaStream_t stream) {
-  const int64_t chunks = ceil_div(p.rows.sizes[2], static_cast<int64_t>(config.rows_per_block) * kRows);
-  const dim3 threads(config.threads_per_row, config.rows_per_block);
-  norm_fast_kernel<T, M, kStatistic, kParts, kVecs, kRows>
-      <<<static_cast<unsigned>(chunks * p.rows.sizes[1]), threads, 0, stream>>>(p, static_cast<unsigned>(chunks));
-  return cudaGetLastError();
-}
-
-template <typename T, Statistic kStatistic>
-cudaError_t launch_general(const NormParams& p, const RowLaunch& config, cudaStream_t stream) {
-  const dim3 threads(config.threads_per_row, config.rows_per_block);
-  norm_general_kernel<T, kStatistic><<<static_cast<unsigned>(ceil_div(p.rows.count(), config.rows_per_block)), threads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return (has.weight ? kWeight : 0u) | (has.bias ? kBias : 0u) | (has.scale ? kModulation : 0u) |
+         (tables ? kTables : 0u) | (has.residual ? kResidual : 0u) | (has.gate ? kGate : 0u) | (has.silu ? kSilu : 0u);
 }
 
 struct Plan {
   RowLaunch config;
-  int vectors;
-  bool shared_modulation;  // every row of an outer index has the same scale and shift
+  Spread spread;
 };
 
-// Launches the fast kernel of these parts; false where there is none for this many vectors.
+template <typename T, typename M, Statistic kStatistic, unsigned kParts, int kVecs, int kRows>
+cudaError_t launch_fast(const NormParams& p, const Plan& plan, cudaStream_t stream) {
+  const int64_t chunks = ceil_div(p.rows.sizes[2], static_cast<int64_t>(plan.config.rows_per_block) * kRows);
+  const dim3 threads(plan.config.threads_per_row, plan.config.rows_per_block);
+  norm_fast_kernel<T, M, kStatistic, kParts, kVecs, kRows, false>
+      <<<static_cast<unsigned>(chunks * p.rows.sizes[1]), threads, 0, stream>>>(p, static_cast<unsigned>(chunks));
+  return cudaGetLastError();
+}
+
+// False where the kernel was not compiled for a chip with clusters, or the chip has none.
+template <typename T, typename M, Statistic kStatistic, unsigned kParts>
+bool try_segmented(const NormParams& p, const Plan& plan, cudaStream_t stream, cudaError_t* error) {
+  const auto kernel = norm_fast_kernel<T, M, kStatistic, kParts, 4, 1, true>;
+  cudaFuncAttributes attributes;
+  *error = cudaFuncGetAttributes(&attributes, kernel);
+  if (*error != cudaSuccess || attributes.ptxVersion < 90) return *error != cudaSuccess;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = plan.spread.segments;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(static_cast<unsigned>(p.rows.count() * plan.spread.segments));
+  launch.blockDim = dim3(plan.config.threads_per_row);
+  launch.stream = stream;
+  launch.attrs = &cluster;
+  launch.numAttrs = 1;
+  *error = cudaLaunchKernelEx(&launch, kernel, p, static_cast<unsigned>(p.rows.sizes[2]));
+  return true;
+}
+
+template <typename T, Statistic kStatistic>
+cudaError_t launch_general(const NormParams& p, const Plan& plan, cudaStream_t stream) {
+  const dim3 threads(plan.config.threads_per_row, plan.config.rows_per_block);
+  const int64_t segment_columns =
+      static_cast<int64_t>(plan.config.threads_per_row) * plan.spread.vectors * kVectorSize<T>;
+  norm_general_kernel<T, kStatistic>
+      <<<static_cast<unsigned>(ceil_div(p.rows.count(), plan.config.rows_per_block)), threads, 0, stream>>>(
+          p, plan.spread.segments, segment_columns);
+  return cudaGetLastError();
+}
+
+// Launches the fast kernel of these parts; false where there is none for this spread.
 template <typename T, typename M, Statistic kStatistic, unsigned kParts>
 bool try_fast(const NormParams& p, unsigned parts, const Plan& plan, cudaStream_t stream, cudaError_t* error) {
   if (parts != kParts) return false;
-  const auto try_vectors = [&](auto vectors) {
-    constexpr int kVecs = decltype(vectors)::value;
-    if (plan.vectors != kVecs) return false;
-    if constexpr (kParts & kModulation && !(kParts & kResidual)) {
-      if (plan.shared_modulation) {
-        *error = launch_fast<T, M, kStatistic, kParts, kVecs, shared_rows(kVecs)>(p, plan.config, stream);
-        return true;
-      }
-    }
-    *error = launch_fast<T, M, kStatistic, kParts, kVecs, 1>(p, plan.config, stream);
+  constexpr bool kPlain = !(kParts & (kModulation | kResidual));
+  if (plan.spread.segments > 1) {
+    if constexpr (kPlain) return try_segmented<T, M, kStatistic, kParts>(p, plan, stream, error);
+    return false;
+  }
+  const auto try_spread = [&](auto vectors, auto rows) {
+    constexpr int kVecs = decltype(vectors)::value, kRows = decltype(rows)::value;
+    if (plan.spread.vectors != kVecs || plan.spread.rows != kRows) return false;
+    *error = launch_fast<T, M, kStatistic, kParts, kVecs, kRows>(p, plan, stream);
     return true;
   };
-  const auto try_each = [&](auto... vectors) { return (try_vectors(vectors) || ...); };
-  using std::integral_constant;
+  constexpr std::integral_constant<int, 1> k1;
+  constexpr std::integral_constant<int, 2> k2;
+  constexpr std::integral_constant<int, 4> k4;
+  constexpr std::integral_constant<int, 8> k8;
   if constexpr (kParts & kResidual) {
-    return try_each(integral_constant<int, 2>{}, integral_constant<int, 4>{});
-  } else if constexpr (kParts & kModulation) {
-    return try_each(integral_constant<int, 1>{}, integral_constant<int, 2>{}, integral_constant<int, 4>{});
-  } else {
-    return try_each(integral_constant<int, 2>{}, integral_constant<int, 4>{}, integral_constant<int, 8>{}, integral_constant<int, 16>{});
+    return try_spread(k2, k1) || try_spread(k4, k1);
+  } else if constexpr (kPlain && kStatistic == Statistic::kRms) {
+    return try_spread(k2, k1) || try_spread(k4, k1) || try_spread(k8, k1);
+  } else if constexpr (kPlain) {
+    return try_spread(k2, k2) || try_spread(k4, k2) || try_spread(k8, k1);
+  } else {  // scale and shift are shared by the rows of a thread, or each row has its own
+    if constexpr (kStatistic == Statistic::kRms) {
+      if (try_spread(k1, k4) || try_spread(k1, k1)) return true;
+    }
+    return try_spread(k2, k2) || try_spread(k2, k1) || try_spread(k4, k2) || try_spread(k4, k1);
   }
 }
 
@@ -96,13 +129,14 @@ bool launch_known(const NormParams& p, unsigned parts, const Plan& plan, cudaStr
   if constexpr (kStatistic == Statistic::kNone) {
     return try_each<T, M, kStatistic, kResidual, kGated, kGated | kTables>(p, parts, plan, stream, error);
   } else if constexpr (kStatistic == Statistic::kRms) {
-    return try_each<T, M, kStatistic, 0, kWeight, kModulation, kModulation | kTables, kSilu, kModulation | kSilu, kResidual,
-                    kResidual | kWeight, kResidual | kModulation, kResidual | kModulation | kTables, kGated | kModulation,
-                    kGated | kModulation | kTables>(p, parts, plan, stream, error);
+    return try_each<T, M, kStatistic, 0, kWeight, kModulation, kModulation | kTables, kSilu, kModulation | kSilu,
+                    kResidual, kResidual | kWeight, kResidual | kModulation, kResidual | kModulation | kTables,
+                    kGated | kModulation, kGated | kModulation | kTables>(p, parts, plan, stream, error);
   } else {
-    return try_each<T, M, kStatistic, 0, kWeight, kWeight | kBias, kModulation, kModulation | kTables, kWeight | kBias | kModulation,
-                    kResidual, kResidual | kWeight | kBias, kResidual | kModulation, kResidual | kModulation | kTables, kGated | kModulation,
-                    kGated | kModulation | kTables>(p, parts, plan, stream, error);
+    return try_each<T, M, kStatistic, 0, kWeight, kWeight | kBias, kModulation, kModulation | kTables,
+                    kWeight | kBias | kModulation, kResidual, kResidual | kWeight | kBias, kResidual | kModulation,
+                    kResidual | kModulation | kTables, kGated | kModulation, kGated | kModulation | kTables>(
+        p, parts, plan, stream, error);
   }
 }
 
@@ -111,10 +145,8 @@ cudaError_t launch(const NormParams& p, bool mixed, cudaStream_t stream) {
   const Has has = has_of(p);
   const int64_t row_vectors = ceil_div(p.rows.hidden, kVectorSize<T>);
   Plan plan;
-  plan.vectors = has.residual ? choose_vectors(kWithResidual, row_vectors)
-                              : (has.scale ? choose_vectors(kModulated, row_vectors) : choose_vectors(kPlain, row_vectors));
-  plan.config = row_launch(row_vectors, plan.vectors, /*block_threads=*/128);
-  plan.shared_modulation = true;
+  plan.spread = choose_spread<T>(has, kStatistic, row_vectors);
+  plan.config = row_launch(ceil_div(row_vectors, plan.spread.segments), plan.spread.vectors, /*block_threads=*/128);
 
   bool known = false;
   const unsigned parts = parts_of(has, &known);
@@ -122,22 +154,23 @@ cudaError_t launch(const NormParams& p, bool mixed, cudaStream_t stream) {
   for (const Operand* operand : {&p.x, &p.residual, &p.y, &p.new_residual}) {
     aligned = aligned && (operand->data == nullptr || operand->vectorized);
   }
-  for (const Operand* operand : {&p.weight, &p.bias, &p.scale, &p.scale_table, &p.shift, &p.shift_table, &p.gate, &p.gate_table}) {
+  for (const Operand* operand :
+       {&p.weight, &p.bias, &p.scale, &p.scale_table, &p.shift, &p.shift_table, &p.gate, &p.gate_table}) {
     if (operand->data == nullptr) continue;
     aligned = aligned && operand->vectorized;
     same_dtype = same_dtype && operand->dtype == kDtype<T>;
     fp32 = fp32 && operand->dtype == Dtype::kFloat32;
-    plan.shared_modulation = plan.shared_modulation && operand->strides[2] == 0;
+    if (operand->strides[2] != 0) plan.spread.rows = 1;
   }
-  const bool fits = static_cast<int64_t>(plan.config.threads_per_row) * plan.vectors >= row_vectors;
-  if (known && aligned && fits && p.rows.sizes[0] == 1) {
+  const int64_t held = static_cast<int64_t>(plan.config.threads_per_row) * plan.spread.vectors * plan.spread.segments;
+  if (known && aligned && held >= row_vectors && p.rows.sizes[0] == 1) {
     cudaError_t error = cudaSuccess;
     if (same_dtype && launch_known<T, T, kStatistic>(p, parts, plan, stream, &error)) return error;
     if constexpr (!std::is_same_v<T, float>) {
       if (fp32 && launch_known<T, float, kStatistic>(p, parts, plan, stream, &error)) return error;
     }
   }
-  return launch_general<T, kStatistic>(p, plan.config, stream);
+  return launch_general<T, kStatistic>(p, plan, stream);
 }
 
 // mixed: x and the residual differ in dtype; T is float then.

@@ -2,6 +2,7 @@
 // each sector. Here threads that are neighbours take neighbouring pixels; a block stages a tile of pixels with all
 // their channels in shared memory, so that x is read once. With channels last a pixel is a row, and norm.cuh does it.
 #include "../core/broadcast.cuh"
+#include "../core/dispatch.cuh"
 #include "../core/launch.cuh"
 #include "../core/math.cuh"
 #include "../core/reduce.cuh"
@@ -202,15 +203,7 @@ cudaError_t launch(const PixelNormParams& p, cudaStream_t stream) {
 }  // namespace
 
 int pixel_norm_cuda(const PixelNormParams& p, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  switch (p.x.dtype) {
-    case Dtype::kFloat16:
-      return launch<__half>(p, cuda_stream);
-    case Dtype::kBFloat16:
-      return launch<__nv_bfloat16>(p, cuda_stream);
-    default:
-      return launch<float>(p, cuda_stream);
-  }
+  return dispatch(p.x.dtype, [&](auto value) { return launch<decltype(value)>(p, static_cast<cudaStream_t>(stream)); });
 }
 
 }  // namespace ltx_kernels

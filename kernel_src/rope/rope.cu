@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "../core/dispatch.cuh"
+
 namespace ltx_kernels {
 namespace {
 
@@ -177,16 +179,9 @@ cudaError_t launch_rope(const RopeParams& p, cudaStream_t stream) {
 }  // namespace
 
 int rope_cuda(const RopeParams& p, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const Operand& x = p.sides[0].x.data != nullptr ? p.sides[0].x : p.sides[1].x;
-  switch (x.dtype) {
-    case Dtype::kFloat16:
-      return launch_rope<__half>(p, cuda_stream);
-    case Dtype::kBFloat16:
-      return launch_rope<__nv_bfloat16>(p, cuda_stream);
-    default:
-      return launch_rope<float>(p, cuda_stream);
-  }
+  return dispatch(x.dtype,
+                  [&](auto value) { return launch_rope<decltype(value)>(p, static_cast<cudaStream_t>(stream)); });
 }
 
 }  // namespace ltx_kernels

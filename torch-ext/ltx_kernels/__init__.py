@@ -1,4 +1,4 @@
-"""Fused kernels for diffusion transformers and LLMs: norms, RoPE and gated activations at the speed of a memory copy."""
+"""Fused kernels for diffusion transformers and LLMs: norms, RoPE and gated activations, as fast as a memory copy."""
 
 from . import _register, layers  # noqa: F401
 from ._ops import add_op_namespace_prefix

@@ -1,6 +1,6 @@
 """The public functions: what they compute, which op they call, and whether a gradient is wanted."""
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from torch import Tensor
 from ._ops import ops
 from ._rope_tables import axis_tables
 
-# Autograd costs a call about 5 us even under no_grad, so the plain ops carry none: an op with a backward is chosen only where a gradient
-# is wanted.
+# Autograd costs a call about 5 us even under no_grad, so the plain ops carry none: an op with a backward is chosen only
+# where a gradient is wanted.
 
 
 def _wants_grad(*tensors: Optional[Tensor]) -> bool:
@@ -56,7 +56,8 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    if _wants_grad(x, weight):
+    # Decoding calls this a hundred times a token: the usual case asks one question and calls the op.
+    if torch.is_grad_enabled() and _wants_grad(x, weight):
         return _call(ops.rms_norm_with_rstd.default, x, weight, eps, weight_offset, cast_before_weight)[0]
     return _call(ops.rms_norm.default, x, weight, eps, weight_offset, cast_before_weight)
 
@@ -67,8 +68,8 @@ rmsnorm = rms_norm
 def _refuse_grad(function: str, *tensors: Optional[Tensor]) -> None:
     if _wants_grad(*tensors):
         raise RuntimeError(
-            f"ltx_kernels: {function} has no backward yet and an input requires a gradient; call it under torch.no_grad() or use the "
-            "eager composition"
+            f"ltx_kernels: {function} has no backward yet and an input requires a gradient; call it under "
+            "torch.no_grad() or use the eager composition"
         )
 
 
@@ -118,8 +119,8 @@ def ada_norm(
 
     Args:
         x: ``[*, D]``, float32, float16 or bfloat16.
-        scale, shift: broadcast to x by torch's rules (``[D]``, ``[B, 1, D]``, ``[B, S, D]``), any of the three dtypes, read in place
-            through their strides (views of a ``chunk`` or ``unbind``); or None.
+        scale, shift: broadcast to x by torch's rules (``[D]``, ``[B, 1, D]``, ``[B, S, D]``), any of the three dtypes,
+            read in place through their strides (views of a ``chunk`` or ``unbind``); or None.
         weight, bias: ``[D]``, or None.
         eps: added to the mean square or the variance.
         norm: "rms" or "layer".
@@ -177,12 +178,12 @@ def residual_ada_norm(
     scale_table: Optional[Tensor] = None,
     shift_table: Optional[Tensor] = None,
     weight_offset: float = 0.0,
-) -> Tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """:func:`gated_residual` and :func:`ada_norm` of its result in one pass.
 
     ``h = residual + (gate + gate_table) * x`` is rounded to the residual's dtype, and
-    ``y = (norm(h) * (weight_offset + weight) + bias) * (1 + scale + scale_table) + shift + shift_table`` reads the rounded value, as an
-    unfused model does. Forward only.
+    ``y = (norm(h) * (weight_offset + weight) + bias) * (1 + scale + scale_table) + shift + shift_table`` reads the
+    rounded value, as an unfused model does. Forward only.
 
     Args:
         residual, x: ``[*, D]`` of one shape, each with its own dtype.
@@ -224,8 +225,10 @@ def residual_ada_norm(
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6, *, weight_offset: float = 0.0
-) -> Tuple[Tensor, Tensor]:
-    """``h = residual + x`` and ``y = rms_norm(h, weight)`` in one pass: :func:`residual_ada_norm` without gate and modulation.
+) -> tuple[Tensor, Tensor]:
+    """``h = residual + x`` and ``y = rms_norm(h, weight)`` in one pass.
+
+    It is :func:`residual_ada_norm` without gate and modulation.
 
     Args:
         x, residual: ``[*, D]`` of one shape, each with its own dtype.
@@ -304,6 +307,15 @@ def swiglu(x: Tensor, up: Optional[Tensor] = None, *, gate_first: bool = True) -
     if up is None:
         return _call(ops.glu.default, x, _SILU, gate_first)
     return _call(ops.activate.default, x, up, _SILU)
+
+
+_GATED = {"gelu": _GELU, "gelu_tanh": _GELU_TANH, "silu": _SILU}
+
+
+def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """``act(gate) * up`` of two tensors ``[*, D]``, for the integrations: "silu", "gelu" or "gelu_tanh"."""
+    _refuse_grad("gated_activation", gate, up)
+    return _call(ops.activate.default, gate, up, _GATED[activation])
 
 
 def gelu(x: Tensor, *, approximate: str = "tanh") -> Tensor:
@@ -391,11 +403,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = True, rotar
 def rope_3d(
     q: Tensor,
     k: Tensor,
-    grid: Tuple[int, int, int],
+    grid: tuple[int, int, int],
     *,
-    axes_dim: Optional[Tuple[int, int, int]] = None,
+    axes_dim: Optional[tuple[int, int, int]] = None,
     theta: float = 10000.0,
-) -> Tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of the tokens of a video, without a table of all tokens.
 
     Token ``(p_t * Hh + p_h) * W + p_w`` lies at ``(p_t, p_h, p_w)``: t is the slowest axis, w the fastest. Each axis
@@ -458,7 +470,7 @@ def qk_norm_rope(
     rotary_dim: Optional[int] = None,
     rope_start: int = 0,
     rope_len: Optional[int] = None,
-) -> Tuple[Tensor, Optional[Tensor]]:
+) -> tuple[Tensor, Optional[Tensor]]:
     """Norm of q and k, then :func:`rope`, in one pass: what attention does between its projections and its scores.
 
     Computed in fp32 and rounded once: the normed value is not rounded before it is rotated. Forward only.

@@ -1,16 +1,18 @@
 """Put the kernels into a model of diffusers or transformers, and take them out again.
 
-Neither library is imported: a class is recognised by the module that defines it and its name (and, where these do not tell, by what it
-computes). Only instances are patched, never a class or a function of a library. Unknown modules are left alone.
+Neither library is imported: a class is recognised by the module that defines it and its name (and, where these do not
+tell, by what it computes). Only instances are patched, never a class or a function of a library. Unknown modules are
+left alone.
 """
 
 import fnmatch
 import functools
+import inspect
 import logging
 import os
 import re
 from collections.abc import Iterable
-from typing import Any, Optional, Union
+from typing import Any, Callable, Optional, Union
 
 from torch import nn
 
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 _LOOKS_REPLACEABLE = re.compile(r"RMSNorm")
 
 #: what `only` and `skip` may name besides classes and modules
-KINDS = {recipe.kind for recipe in diffusers.RECIPES.values()}
+KINDS = {recipe.kind for recipe in diffusers.RECIPES.values()} | transformers.KINDS
 
 Names = Union[str, Iterable[str], None]
 
@@ -46,14 +48,15 @@ def _disabled() -> str:
 def inject_optimized_kernels(model_or_pipeline: Any, *, only: Names = None, skip: Names = None) -> InjectionReport:
     """Let a model run the kernels of this package; undone by :func:`remove_optimized_kernels`.
 
-    Call it after the model is loaded; before or after ``.to()``, offload, LoRA, a cache or ``compile``. Each call of an injected module
-    decides anew: what the kernels cannot do as the module does it (float64, a gradient that an op has no formula for, a dtype the module
-    would not return) runs the module's own code. Calling it again is harmless.
+    Call it after the model is loaded, best on its device; before or after offload, LoRA, a cache or ``compile``. Each
+    call of an injected module decides anew: what the kernels cannot do as the module does it (float64, a gradient that
+    an op has no formula for, a dtype the module would not return) runs the module's own code. Calling it again is
+    harmless.
 
     Args:
         model_or_pipeline: any ``torch.nn.Module``, or a pipeline (all its models).
-        only: leave everything else alone: kinds as the report names them ("rms_norm"), class names, or patterns of module names
-            ("transformer_blocks.0.*").
+        only: leave everything else alone: kinds as the report names them ("rms_norm"), class names, or patterns of
+            module names ("transformer_blocks.0.*").
         skip: leave these alone, named in the same way.
 
     Returns:
@@ -85,14 +88,24 @@ def _inject(module: nn.Module) -> str:
     recipe = _recipe_for(type(module))
     if recipe is None:
         return "not a class that this package knows"
-    forward = recipe.plan(module)
+    try:
+        forward = recipe.plan(module)
+    except (AttributeError, KeyError) as error:
+        return f"its library is of another version: {error}"
     if isinstance(forward, str):
         return forward
+    if not _same_parameters(type(module), forward):
+        return "its forward takes other parameters than the one that this package knows"
     if not install(module, forward):
         return "something else has replaced its forward (kernelize, another patch)"
     if recipe.installed is not None:
         recipe.installed(module)
     return ""
+
+
+@functools.cache
+def _same_parameters(cls: type, forward: Callable) -> bool:
+    return list(inspect.signature(cls.forward).parameters) == list(inspect.signature(forward).parameters)
 
 
 class _Choice:
@@ -121,13 +134,17 @@ class _Choice:
     def refuse_unmatched(self) -> None:
         if self.unmatched:
             raise ValueError(
-                f"only/skip: {sorted(self.unmatched)} match no kind ({', '.join(sorted(KINDS))}), class name or module name of this "
-                "model; names may hold * and ?"
+                f"only/skip: {sorted(self.unmatched)} match no kind ({', '.join(sorted(KINDS))}), class name or module "
+                "name of this model; names may hold * and ?"
             )
 
 
 def remove_optimized_kernels(model_or_pipeline: Any) -> int:
-    """Undo :func:`inject_optimized_kernels` and :func:`patch_rmsnorm` exactly; returns how many modules were restored."""
+    """Undo :func:`inject_optimized_kernels` and :func:`patch_rmsnorm` exactly.
+
+    Returns:
+        How many modules were restored; 0 for a model that was not touched.
+    """
     restored = 0
     for _, module in modules_of(model_or_pipeline):
         if uninstall(module):

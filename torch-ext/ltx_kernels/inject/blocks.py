@@ -17,9 +17,9 @@ Modulation = tuple[Tensor, Optional[Tensor]]
 def runs_stock(module: nn.Module, x: Tensor, *others: Tensor) -> bool:
     """Whether this call of a fused block belongs to the class's own code.
 
-    So it is for a dtype or device our ops do not take, under autocast (its dtypes are stock's business), and where a gradient is wanted:
-    the ops of the fused blocks have no backward. `others` are tensors that must have x's dtype and device, or the results of stock would
-    have other dtypes than ours.
+    So it is for a dtype or device our ops do not take, under autocast (its dtypes are stock's business), and where a
+    gradient is wanted: the ops of the fused blocks have no backward. `others` are tensors that must have x's dtype and
+    device, or the results of stock would have other dtypes than ours.
     """
     if not supported(x) or torch.is_autocast_enabled(x.device.type):
         return True
@@ -31,7 +31,7 @@ def runs_stock(module: nn.Module, x: Tensor, *others: Tensor) -> bool:
 
 
 def modulations(table: Tensor, temb: Tensor) -> list[Modulation]:
-    """The n modulations of a block: rows of its table [n, D] and, for each, its part of temb [B, 1 or S, n * D]; all are views."""
+    """The n modulations of a block: a part of temb [B, 1 | S, n * D] and a row of the table [n, D] each; all views."""
     values = temb.unflatten(-1, (table.shape[0], -1)).unbind(2)
     return list(zip(values, table.unbind(0)))
 
@@ -44,8 +44,8 @@ def _norm_arguments(norm: nn.Module) -> dict:
 class ResidualStream:
     """The residual stream x [B, S, D] of a block, with the last branch not yet added.
 
-    `add` takes a branch, and whatever comes next adds it: a `norm` in the same pass, else `value`. So a recipe reads as the block does,
-    and the fusion is here, once.
+    `add` takes a branch, and whatever comes next adds it: a `norm` in the same pass, else `value`. So a recipe reads as
+    the block does, and the fusion is here, once.
     """
 
     def __init__(self, x: Tensor, statistic: str = "rms"):
@@ -108,37 +108,46 @@ def _joined(parts: list[Tensor]) -> Optional[Tensor]:
 
 
 def pack(linears: list[nn.Linear]) -> bool:
-    """Move the weights (and biases) of Linears of one input into one storage, so that `project` is one GEMM; they stay what they were.
+    """Move the weights and biases of Linears of one input into one storage, so that `project` is one GEMM.
 
-    Costs no memory: the parameters become views of the new storage and the old ones are freed. `.to()`, offload and deepcopy part them.
+    Costs no memory: the parameters become views of the new storage and the old ones are freed. `.to()`, offload and
+    deepcopy part them. False where they are not plain or do not fit together.
     """
-    parts = [[linear.weight for linear in linears], [linear.bias for linear in linears]]
-    if not all(map(is_plain_linear, linears)) or len({(w.dtype, w.device, w.shape[1]) for w in parts[0]}) > 1:
+    if not all(map(is_plain_linear, linears)) or len({(w.dtype, w.device, w.shape[1]) for w in _weights(linears)}) > 1:
         return False
-    if any(b is None for b in parts[1]) and any(b is not None for b in parts[1]):
+    if len(_biases(linears)) not in (0, len(linears)):
         return False
-    for tensors in parts:
-        if tensors[0] is None or _joined(tensors) is not None:
-            continue
-        joined = torch.cat([t.detach() for t in tensors])
-        for tensor, part in zip(tensors, joined.split([t.shape[0] for t in tensors])):
-            tensor.data = part
+    with torch.inference_mode(False), torch.no_grad():
+        for tensors in (_weights(linears), _biases(linears)):
+            if tensors and _joined(tensors) is None:
+                for tensor, part in zip(tensors, torch.cat(tensors).split([t.shape[0] for t in tensors])):
+                    tensor.data = part
     return True
 
 
-def unpack(linears: list[nn.Linear]) -> None:
+def unpack(linears: list[nn.Module]) -> None:
     """Undo `pack`: each parameter has a storage of its own again."""
-    for linear in linears:
-        for parameter in (linear.weight, linear.bias):
-            if parameter is not None and parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
-                parameter.data = parameter.detach().clone()
+    if not all(type(linear) is nn.Linear for linear in linears):
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        for tensors in (_weights(linears), _biases(linears)):
+            if len(tensors) > 1 and _joined(tensors) is not None:
+                for tensor in tensors:
+                    tensor.data = tensor.detach().clone()
+
+
+def _weights(linears: list[nn.Linear]) -> list[Tensor]:
+    return [linear.weight for linear in linears]
+
+
+def _biases(linears: list[nn.Linear]) -> list[Tensor]:
+    return [linear.bias for linear in linears if linear.bias is not None]
 
 
 def project(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
-    """Each of `linears` of x [*, K]: from one GEMM where they are plain and their weights lie side by side (`pack`), else by calling each."""
+    """Each of `linears` of x [*, K]: one GEMM where they are plain and their weights side by side, else one each."""
     if not torch.compiler.is_compiling() and all(map(is_plain_linear, linears)):
-        weight = _joined([linear.weight for linear in linears])
-        biases = [linear.bias for linear in linears if linear.bias is not None]
+        weight, biases = _joined(_weights(linears)), _biases(linears)
         bias = _joined(biases) if len(biases) == len(linears) else None
         if weight is not None and (bias is not None or not biases) and x.dtype is weight.dtype:
             return list(F.linear(x, weight, bias).split([linear.weight.shape[0] for linear in linears], dim=-1))
@@ -149,8 +158,10 @@ HAS_GELU_EPILOGUE = hasattr(torch, "_addmm_activation")
 
 
 def linear_gelu_tanh(x: Tensor, linear: nn.Module) -> Optional[Tensor]:
-    """gelu(linear(x)) [*, N] with the tanh formula in the GEMM's epilogue, before any rounding; None where that cannot be had."""
-    if not (HAS_GELU_EPILOGUE and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)) or torch.compiler.is_compiling():
+    """gelu(linear(x)) [*, N] with the tanh formula in the GEMM's epilogue; None where that cannot be had."""
+    if not (x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)) or torch.is_grad_enabled():
+        return None
+    if not HAS_GELU_EPILOGUE or torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
         return None
     if not is_plain_linear(linear) or linear.bias is None or linear.weight.dtype is not x.dtype:
         return None

@@ -1,8 +1,7 @@
-"""What is replaced in diffusers, and in torch.nn: a table of classes, by the module that defines them and their name."""
+"""What is replaced in diffusers and in torch.nn: a table of classes, by the module that defines them and their name."""
 
 from typing import Callable, Optional, Union
 
-import torch
 from torch import nn
 
 from . import ltx, ltx_vae
@@ -24,9 +23,7 @@ def _rms_norm(formula: str, parameter: str, stock_under_autocast: bool = False) 
 @own_forward("gelu")
 def _gelu(self, hidden_states):
     """activations.GELU, a Linear and a GELU: one GEMM in inference."""
-    y = None
-    if self.approximate == "tanh" and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda"):
-        y = linear_gelu_tanh(hidden_states, self.proj)
+    y = linear_gelu_tanh(hidden_states, self.proj) if self.approximate == "tanh" else None
     return type(self).forward(self, hidden_states) if y is None else y
 
 

@@ -1,14 +1,15 @@
 """LTX-Video and LTX-2: a transformer block is one forward of fused kernels around its projections and its attention.
 
-Attention goes through diffusers' `dispatch_attention_fn`, projections and feed-forward are called as the modules they are. Where an
-attention module, its processor or its norms are not what the class made them (another processor, a hook on a norm), that attention is
-called as a module, and where the block's own norms are not, the block's own code runs.
+Attention goes through diffusers' `dispatch_attention_fn`, projections and feed-forward are called as the modules they
+are. Where an attention module, its processor or its norms are not what the class made them (another processor, a hook
+on a norm), that attention is called as a module, and where the block's own norms are not, the block's own code runs.
 """
 
 import functools
 import sys
 import weakref
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
@@ -22,9 +23,10 @@ Rope = Optional[tuple[Tensor, Tensor]]
 
 # ---- rotary tables
 
-# LTX-Video's tables hold each value twice ([B, S, D], fp32) and are the same for every element of a batch. They are kept across steps,
-# with their half [1, S, D / 2] beside them: a quarter of the bytes at a guidance batch of two. The half travels as an attribute of the
-# tensor, so that the tables remain what everybody else expects; where they are split or copied on the way, the full ones are read.
+# LTX-Video's tables hold each value twice ([B, S, D], fp32) and are the same for every element of a batch. They are
+# kept across steps, with their half [1, S, D / 2] beside them: a quarter of the bytes at a guidance batch of two. The
+# half travels as an attribute of the tensor, so that the tables remain what everybody else expects; where they are
+# split or copied on the way, the full ones are read.
 HALF = "_ltx_kernels_half"
 
 
@@ -44,11 +46,11 @@ def _halves(tables: tuple[Tensor, Tensor], batch: int) -> tuple[Tensor, Tensor]:
     return full
 
 
-def _may_keep(device: torch.device) -> bool:
-    """Not what is made while something records: it would be fake, or in the memory of a CUDA graph."""
-    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+def _is_traced() -> bool:
+    """While torch.compile traces or fake tensors are about, tables are neither made here nor kept."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _forget(rope: nn.Module) -> None:
@@ -66,30 +68,25 @@ def _ltx_video_rope(
     video_coords=None,
 ):
     stock = type(self).forward
-    device = hidden_states.device
-    scale = rope_interpolation_scale
-    plain_scale = scale is None or all(isinstance(s, (int, float)) for s in scale)
-    if not _may_keep(device) or not (plain_scale or video_coords is not None) or self.dim % 2:
-        return stock(self, hidden_states, num_frames, height, width, scale, video_coords)
-    if video_coords is None:
-        key = (hidden_states.shape[0], num_frames, height, width, None if scale is None else tuple(scale), device)
-    elif video_coords.is_inference():  # changes of it cannot be seen
-        key = None
-    else:
-        key = (tuple(video_coords.shape), video_coords._version, device)
-    kept = _kept.get(self)
-    if kept is not None and kept.key == key and (kept.coords is None or kept.coords() is video_coords):
+    x, scale, coords = hidden_states, rope_interpolation_scale, video_coords
+    known = coords is not None or scale is None or all(isinstance(s, (int, float)) for s in scale)
+    if _is_traced() or not known or self.dim % 2:
+        return stock(self, x, num_frames, height, width, scale, coords)
+    if coords is None:
+        key = (x.shape[0], num_frames, height, width, None if scale is None else tuple(scale), x.device)
+    else:  # changes of an inference tensor cannot be seen
+        key = None if coords.is_inference() else (tuple(coords.shape), coords._version, x.device)
+    # A CUDA graph must own what it reads: tables that are kept may be replaced while it lives.
+    may_keep = key is not None and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    kept = _kept.get(self) if may_keep else None
+    if kept is not None and kept.key == key and (kept.coords is None or kept.coords() is coords):
         return kept.tables
     # Normal tensors even in inference mode: a later call may want gradients through them.
     with torch.inference_mode(False), torch.no_grad():
-        if video_coords is None:
-            tables = stock(self, hidden_states[:1], num_frames, height, width, scale, None)
-        else:
-            tables = stock(self, hidden_states, num_frames, height, width, scale, video_coords)
-        tables = _halves(tables, hidden_states.shape[0])
-    if key is not None and type(tables[0]) is Tensor:
-        coords = None if video_coords is None else weakref.ref(video_coords)
-        _kept[self] = _Kept(key, coords, tables)
+        one = x if coords is not None else x[:1]  # without coordinates every element of a batch has the same
+        tables = _halves(stock(self, one, num_frames, height, width, scale, coords), x.shape[0])
+    if may_keep:
+        _kept[self] = _Kept(key, None if coords is None else weakref.ref(coords), tables)
     return tables
 
 
@@ -102,7 +99,7 @@ class _Names(NamedTuple):
     attention: type
     processors: tuple[type, ...]
     norm: type
-    dispatch: Callable
+    source: ModuleType  # its dispatch_attention_fn is looked up in each call, as stock does
 
 
 def _attend(
@@ -113,7 +110,7 @@ def _attend(
     value: Tensor,
     mask: Optional[Tensor],
     query_rope: Rope,
-    key_rope: Rope,  # the same object where it is the same
+    key_rope: Rope,  # None: query_rope
     interleaved: bool,
 ) -> Tensor:
     """Norm and rotate, attend: projections [B, S, H * d] to [B, S, H * d]."""
@@ -123,7 +120,7 @@ def _attend(
         mask = mask.view(key.shape[0], heads, -1, mask.shape[-1])
     query, key, value = (t.unflatten(2, (heads, -1)) for t in (query, key, value))  # [B, S, H, d]
     cos, sin = query_rope or (None, None)
-    k_cos, k_sin = (None, None) if key_rope is query_rope else key_rope
+    k_cos, k_sin = key_rope or (None, None)
     query, key = functional.qk_norm_rope(
         query,
         key,
@@ -137,7 +134,7 @@ def _attend(
         k_cos=k_cos,
         k_sin=k_sin,
     )
-    out = names.dispatch(
+    out = names.source.dispatch_attention_fn(
         query,
         key,
         value,
@@ -189,14 +186,12 @@ def _ltx_video_attention(
         return attn(x, encoder_hidden_states=context, attention_mask=mask, image_rotary_emb=rope)
     query, key, value = _project_qkv(attn, x, context)
     rope = _heads_of(rope, attn.heads)
-    return _out(attn, _attend(names, attn, query, key, value, mask, rope, rope, interleaved=True))
+    return _out(attn, _attend(names, attn, query, key, value, mask, rope, None, interleaved=True))
 
 
 def _ltx_video_block(names: _Names) -> Callable:
     @own_forward("ltx_video.block")
-    def forward(
-        self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, encoder_attention_mask=None
-    ):
+    def forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, encoder_attention_mask=None):
         table = self.scale_shift_table
         if runs_stock(self, hidden_states, temb, table, encoder_hidden_states) or not all(
             is_plain(norm, names.norm) and norm.bias is None for norm in (self.norm1, self.norm2)
@@ -229,8 +224,9 @@ def _ltx2_attention(
     **perturbation: Any,
 ) -> Tensor:
     split = attn.rope_type == "split"
-    key_rope = query_rope if key_rope is None else key_rope
-    known_rope = query_rope is None or all(table.dim() == (4 if split else 3) for table in (*query_rope, *key_rope))
+    key_rope = None if query_rope is None else key_rope  # as in stock
+    tables = (*(query_rope or ()), *(key_rope or ()))
+    known_rope = all(table.dim() == (4 if split else 3) for table in tables)
     # Spatio-temporal guidance skips or blends the attention of a few blocks of one pass in some steps.
     is_perturbed = perturbation.get("perturbation_mask") is not None or perturbation.get("all_perturbed")
     if is_perturbed or not known_rope or not _is_stock_attention(names, attn):
@@ -250,10 +246,8 @@ def _ltx2_attention(
             return _heads_of(rope, attn.heads)
         return rope[0].transpose(1, 2), rope[1].transpose(1, 2)  # [B, H, S, d / 2] to [B, S, H, d / 2]
 
-    same = key_rope is query_rope
-    query_rope = by_token(query_rope)
-    key_rope = query_rope if same else by_token(key_rope)
-    out = _attend(names, attn, query, key, value, mask, query_rope, key_rope, interleaved=not split)
+    ropes = (by_token(query_rope), by_token(key_rope))
+    out = _attend(names, attn, query, key, value, mask, *ropes, interleaved=not split)
     if gate_logits is not None:
         out = (out.unflatten(2, (attn.heads, -1)) * (2.0 * torch.sigmoid(gate_logits)).unsqueeze(-1)).flatten(2, 3)
     return _out(attn, out)
@@ -341,7 +335,8 @@ def _ltx2_block(names: _Names) -> Callable:
         attend = functools.partial(_ltx2_attention, names)
         video, audio = ResidualStream(hidden_states), ResidualStream(audio_hidden_states)
         video_table, audio_table, video_cross_table, audio_cross_table = tables
-        # shift, scale, gate of self-attention, the same of the feed-forward, and of text cross-attention in 2.3 and later
+        # shift, scale, gate of self-attention, the same of the feed-forward, and of text cross-attention in 2.3 and
+        # later
         video_mod, audio_mod = modulations(video_table, temb), modulations(audio_table, temb_audio)
         perturbation = {}
         if self.perturbed_attn:
@@ -349,9 +344,7 @@ def _ltx2_block(names: _Names) -> Callable:
 
         # 1. self-attention
         normed = video.norm(self.norm1, video_mod[1], video_mod[0])
-        video.add(
-            attend(self.attn1, normed, None, self_attention_mask, video_rotary_emb, **perturbation), video_mod[2]
-        )
+        video.add(attend(self.attn1, normed, None, self_attention_mask, video_rotary_emb, **perturbation), video_mod[2])
         normed = audio.norm(self.audio_norm1, audio_mod[1], audio_mod[0])
         audio.add(
             attend(self.audio_attn1, normed, None, audio_self_attention_mask, audio_rotary_emb, **perturbation),
@@ -437,7 +430,7 @@ def _names(module: str, prefix: str, processors: tuple[str, ...]) -> _Names:
         attention=getattr(source, f"{prefix}Attention"),
         processors=tuple(getattr(source, name) for name in processors),
         norm=source.RMSNorm,
-        dispatch=source.dispatch_attention_fn,
+        source=source,
     )
 
 

@@ -1,8 +1,9 @@
-"""The VAEs of LTX-Video and LTX-2: norm, modulation and SiLU of a resnet block in one pass, convolutions with channels last.
+"""The VAEs of LTX-Video and LTX-2: norm, modulation and SiLU in one pass, convolutions with channels last.
 
-cuDNN convolves half precision with channels last; in the default format each convolution transposes its input and its output. So the
-weights are stored with channels last (their values stay), and the frames that a causal convolution repeats are put in front in the same
-copy that would have been made anyway. `skip="ltx_vae.conv"` leaves the format alone.
+cuDNN convolves half precision with channels last; in the default format each convolution transposes its input and its
+output. So the weights are stored with channels last (their values stay), and the frames that a causal convolution
+repeats are put in front in the same copy that would have been made anyway. `skip="ltx_vae.conv"` leaves the format
+alone.
 """
 
 from typing import Callable, Union
@@ -20,7 +21,7 @@ _VAE, _VAE2 = (f"diffusers.models.autoencoders.autoencoder_kl_{name}" for name i
 
 
 def _is_pixel_norm(norm: nn.Module) -> bool:
-    """RMS over the channels without a weight: diffusers' RMSNorm on a view with channels last, or LTX-2's PerChannelRMSNorm."""
+    """RMS over the channels without a weight: diffusers' RMSNorm on a moved view, or LTX-2's PerChannelRMSNorm."""
     if not is_plain(norm, type(norm)):
         return False
     name = type(norm).__name__

@@ -1,7 +1,8 @@
 """RMSNorm in place: the formulas that libraries use, and a forward that computes each with our kernel.
 
-Libraries agree on the maths and differ in the rounding and in the dtype they return. A forward here returns, bit for bit up to the last
-rounding, what the class returns; where our op cannot (its output has x's dtype), that call runs the class's own code.
+Libraries agree on the maths and differ in the rounding and in the dtype they return. A forward here returns, bit for
+bit up to the last rounding, what the class returns; where our op cannot (its output has x's dtype), that call runs the
+class's own code.
 """
 
 import functools
@@ -19,12 +20,12 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 def supported(x: Tensor) -> bool:
     """Our ops take this dtype and device."""
-    return x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu or x.is_meta)
+    return x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu)
 
 
 @dataclass(frozen=True)
 class RmsFormula:
-    """One way to write RMSNorm with a weight. `reference(normed_fp32, x_dtype, weight)` is the part after the division."""
+    """One way to write RMSNorm with a weight; `reference(normed_fp32, x_dtype, weight)` follows the division."""
 
     name: str
     reference: Callable[[Tensor, torch.dtype, Tensor], Tensor]
@@ -58,7 +59,10 @@ FORMULAS: dict[str, RmsFormula] = {
         RmsFormula("single", lambda normed, dtype, weight: (weight * normed).to(dtype), lambda x, w: True),
         # Gemma: a weight stored around zero
         RmsFormula(
-            "gemma", lambda normed, dtype, weight: (normed * (1.0 + weight.float())).to(dtype), lambda x, w: True, weight_offset=1.0
+            "gemma",
+            lambda normed, dtype, weight: (normed * (1.0 + weight.float())).to(dtype),
+            lambda x, w: True,
+            weight_offset=1.0,
         ),
     )
 }
@@ -71,7 +75,7 @@ def rms_norm_forward(formula: str, eps: str, parameter: str, stock_under_autocas
     dtypes, weight_offset, cast_before_weight = rule.dtypes, rule.weight_offset, rule.cast_before_weight
 
     def run(self: nn.Module, x: Tensor) -> Tensor:
-        weight = self.weight
+        weight = getattr(self, "weight", None)  # Gemma 4 has norms without one
         if not supported(x) or (weight is not None and (x.dtype, weight.dtype) not in dtypes):
             return type(self).forward(self, x)
         if stock_under_autocast and torch.is_autocast_enabled(x.device.type):
@@ -79,7 +83,9 @@ def rms_norm_forward(formula: str, eps: str, parameter: str, stock_under_autocas
         epsilon = getattr(self, eps)
         if epsilon is None:  # torch.nn.RMSNorm: that of the dtype it computes in
             epsilon = torch.finfo(torch.float32).eps
-        return functional.rms_norm(x, weight, epsilon, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
+        return functional.rms_norm(
+            x, weight, epsilon, weight_offset=weight_offset, cast_before_weight=cast_before_weight
+        )
 
     if parameter == "x":
 
@@ -98,7 +104,11 @@ def rms_norm_forward(formula: str, eps: str, parameter: str, stock_under_autocas
 def weight_of(module: nn.Module) -> tuple[Optional[Tensor], Optional[str]]:
     """(weight or None, None), or (None, why this is not a plain RMSNorm over the last dimension)."""
     parameters = {name: value for name, value in module._parameters.items() if value is not None}
-    extra = [*(set(parameters) - {"weight"}), *(n for n, b in module._buffers.items() if b is not None), *module._modules]
+    extra = [
+        *(set(parameters) - {"weight"}),
+        *(n for n, b in module._buffers.items() if b is not None),
+        *module._modules,
+    ]
     if extra:
         return None, f"it has more than a weight: {', '.join(sorted(extra))}"
     weight = parameters.get("weight")

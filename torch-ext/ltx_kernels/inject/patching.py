@@ -2,7 +2,8 @@
 
 A patch is a bound method in the instance's __dict__, and nothing else is stored:
 - `copy.deepcopy` binds it to the copy, which so runs on its own weights;
-- its function is named "forward", so that a pickle holds `getattr(module, "forward")`: unpickled, the module runs its class's forward;
+- its function is named "forward", so that a pickle holds `getattr(module, "forward")`: unpickled, the module runs its
+  class's forward;
 - accelerate and diffusers put their hooks around it, as around any forward.
 Where hooks are there already, it is put below them, where the class's forward was: no hook is lost.
 """
@@ -58,12 +59,15 @@ def is_plain(module: nn.Module, cls: type) -> bool:
     own = module.__dict__.get("forward")
     if own is None:
         return True
-    function = getattr(own, "__func__", None)  # a hook's wrapper has none
-    return function is cls.forward or getattr(function, MARK, None) is not None
+    if not isinstance(own, MethodType):  # a hook's wrapper
+        return False
+    # No getattr with a default on the method itself: to torch 2.11's dynamo a method has no __func__ then.
+    function = own.__func__
+    return getattr(function, MARK, None) is not None or function is cls.forward
 
 
 def _slot(module: nn.Module) -> Optional[tuple[Any, str]]:
-    """(owner, attribute) that holds the innermost forward, below all hooks; None where that forward is neither stock nor ours."""
+    """(owner, attribute) of the innermost forward, below all hooks; None where it is neither stock nor ours."""
 
     def is_known(forward: Any) -> bool:
         if not isinstance(forward, MethodType) or forward.__self__ is not module:
@@ -76,10 +80,11 @@ def _slot(module: nn.Module) -> Optional[tuple[Any, str]]:
         return module, "forward"
     if is_known(own.get("_old_forward")):  # accelerate
         return module, "_old_forward"
-    for reference in getattr(own.get("_diffusers_hook"), "_fn_refs", ())[:1]:  # the first one registered is the innermost
-        name = "forward" if reference.original_forward is None else "original_forward"
-        if is_known(getattr(reference, name)):
-            return reference, name
+    references = getattr(own.get("_diffusers_hook"), "_fn_refs", None)
+    if references:  # the first one registered is the innermost
+        name = "forward" if references[0].original_forward is None else "original_forward"
+        if is_known(getattr(references[0], name)):
+            return references[0], name
     return None
 
 
@@ -111,7 +116,7 @@ def uninstall(module: nn.Module) -> bool:
 
 
 def modules_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
-    """(qualified name, module) of all modules of a module, or of a pipeline: an object with `components`, or with modules as attributes."""
+    """(name, module) of all modules of a module, or of a pipeline: an object with `components` or with modules."""
     if isinstance(target, nn.Module):
         yield from target.named_modules()
         return
@@ -119,7 +124,10 @@ def modules_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
     parts = components if isinstance(components, dict) else getattr(target, "__dict__", {})
     models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     if not models:
-        raise TypeError(f"model_or_pipeline is a {type(target).__name__} without any torch.nn.Module; a model or a pipeline is needed")
+        raise TypeError(
+            f"model_or_pipeline is a {type(target).__name__} without any torch.nn.Module; a model or a pipeline is "
+            "needed"
+        )
     seen = set()
     for name, model in models.items():
         yield from model.named_modules(prefix=name, memo=seen)

@@ -54,5 +54,7 @@ class InjectionReport:
         header = ("", "class", "number", "kind, or why not", "first")
         rows = [header] + [(done, cls, str(len(names)), what, names[0]) for (done, what, cls), names in groups.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
-        lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip() for row in rows]
+        lines = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip() for row in rows
+        ]
         return "\n".join(lines)

@@ -1,14 +1,18 @@
-"""Stateless layers for `kernels.kernelize`: each takes over the `forward` of a module and works on that module's attributes.
+"""Stateless layers for `kernels.kernelize`: each takes over a module's `forward` and works on that module's attributes.
 
-The rules of a Hub layer: no `__init__`, no members but `has_backward` and `can_torch_compile`, the parameters of the forward it replaces.
+The rules of a Hub layer: no `__init__`, no members but `has_backward` and `can_torch_compile`, the parameters of the
+forward it replaces. What an op does not take (float64, autocast where torch's dtypes differ, a gradient where there is
+no backward) is computed by torch. A layer without a backward says so: kernelize leaves the stock module in training.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..functional import rms_norm
+from ..functional import gated_activation, gelu, layer_norm, rms_norm
+from ..inject.decoders import Rotation, fits, rotate, served
 
-__all__ = ["RMSNorm"]
+__all__ = ["GELU", "GELUTanh", "GeGLUMLP", "LayerNorm", "RMSNorm", "RMSNormZeroCentered", "RotaryPosEmb", "SwiGLUMLP"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -38,3 +42,120 @@ class RMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         return _llama_rms_norm(hidden_states, self.weight, eps)
+
+
+class RMSNormZeroCentered(nn.Module):
+    """RMSNorm with a weight stored around zero, rounded once: Gemma, Qwen3-Next, Qwen3.5.
+
+    Of the adopting module: `weight` [D] and `eps`.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: Tensor
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype in _FLOATS and self.weight.dtype in _FLOATS:
+            return rms_norm(x, self.weight, self.eps, weight_offset=1.0)
+        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight.float())).type_as(x)
+
+
+class LayerNorm(nn.Module):
+    """torch.nn.LayerNorm.
+
+    Of the adopting module: `weight`, `bias` (None or of the normalised shape), `normalized_shape` and `eps`.
+    """
+
+    has_backward = False
+    can_torch_compile = True
+
+    normalized_shape: tuple
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        parameters = [t for t in (self.weight, self.bias) if t is not None]
+        if len(self.normalized_shape) == 1 and served(input, *parameters):
+            return layer_norm(input, self.weight, self.bias, self.eps)
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class SwiGLUMLP(nn.Module):
+    """`down_proj(silu(gate_proj(x)) * up_proj(x))`: Llama, Mistral, Qwen2 and Qwen3. The projections are called.
+
+    Of the adopting module: `gate_proj`, `up_proj` and `down_proj`.
+    """
+
+    has_backward = False
+    can_torch_compile = True
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(gated_activation(gate, up, "silu") if served(gate, up) else F.silu(gate) * up)
+
+
+class GeGLUMLP(nn.Module):
+    """`down_proj(gelu(gate_proj(x)) * up_proj(x))` with the tanh formula: Gemma 1 to 3.
+
+    Of the adopting module: `gate_proj`, `up_proj` and `down_proj`.
+    """
+
+    has_backward = False
+    can_torch_compile = True
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if served(gate, up):
+            return self.down_proj(gated_activation(gate, up, "gelu_tanh"))
+        return self.down_proj(F.gelu(gate, approximate="tanh") * up)
+
+
+class GELU(nn.Module):
+    """GELU with erf: transformers' "GeLU"."""
+
+    has_backward = False
+    can_torch_compile = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gelu(input, approximate="none") if served(input) else F.gelu(input)
+
+
+class GELUTanh(nn.Module):
+    """GELU with tanh: transformers' "GeluTanh", "NewGELU" and "FastGELU", which are one formula."""
+
+    has_backward = False
+    can_torch_compile = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gelu(input, approximate="tanh") if served(input) else F.gelu(input, approximate="tanh")
+
+
+class RotaryPosEmb(nn.Module):
+    """transformers' "rotary_pos_emb": half rotation of q and k [B, H, S, d] by tables [B | 1, S, d], each value twice.
+
+    Of the adopting module nothing, but its class's forward computes what the op does not take: other tables (partial,
+    of half the width), other dtypes, and where a gradient is wanted.
+    """
+
+    has_backward = False
+    can_torch_compile = True
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if fits(_FULL, q, k, cos, sin, unsqueeze_dim):
+            return rotate(_FULL, q, k, cos, sin, unsqueeze_dim)
+        return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
+
+
+_FULL = Rotation(partial=False, half=False)

@@ -1,0 +1,544 @@
+"""Language models of transformers: what is fused in each family, and that the model stays the model it was.
+
+Tiny random models of the real classes. Which ops a forward runs says `FAMILIES`; the norms alone are tested in
+test_inject_rmsnorm.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from typing import NamedTuple
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import count, relative
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+LAYERS = 2
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+GEMMA_3N = {
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "laurel_rank": 4,
+}
+FALCON = {name: size for name, size in SIZES.items() if name != "head_dim"}
+
+
+class Family(NamedTuple):
+    norms: int  # RMSNorms in a layer that are not fused with a sum
+    sums: int = 1  # sums in a layer that are fused with a norm
+    gated: int = 1  # gated MLPs in a layer
+    left_alone: tuple = ()
+    classes: str = ""  # LlamaForCausalLM: Llama
+    config: dict = {}
+    sizes: dict = SIZES
+    rope: dict = {"qk_norm_rope": 1}  # ops in a layer
+    other_norms: int = 1  # RMSNorms that are in no layer
+
+
+FAMILIES = {
+    "llama": Family(1, classes="Llama"),
+    "mistral": Family(1, classes="Mistral", config={"sliding_window": 5}),
+    "qwen2": Family(1, classes="Qwen2"),
+    "qwen3": Family(3, classes="Qwen3"),
+    "gemma": Family(1, classes="Gemma"),
+    "gemma2": Family(3, classes="Gemma2", config={"sliding_window": 5}),
+    "gemma3": Family(5, classes="Gemma3", config={"sliding_window": 5}),
+    "gemma3n": Family(
+        11,
+        0,
+        0,
+        ("Gemma3nTextDecoderLayer", "Gemma3nTextMLP"),
+        "Gemma3n",
+        GEMMA_3N,
+        rope={"q_norm_rope": 2},
+        other_norms=2,
+    ),
+    "gemma4": Family(7, classes="Gemma4", config=GEMMA_3N, rope={"q_norm_rope": 2}, other_norms=2),
+    "phi3": Family(1, classes="Phi3"),
+    "phi3_partial": Family(1, classes="Phi3", config={"partial_rotary_factor": 0.5}),
+    "gpt_neox": Family(0, 0, 0, ("GPTNeoXLayer", "GPTNeoXMLP"), "GPTNeoX", {"rotary_pct": 0.5}),
+    "gpt_neox_sequential": Family(0, 1, 0, ("GPTNeoXMLP",), "GPTNeoX", {"use_parallel_residual": False}),
+    "falcon": Family(0, 0, 0, ("FalconDecoderLayer", "FalconMLP"), "Falcon", {}, FALCON),
+    "falcon_new": Family(
+        0,
+        0,
+        0,
+        ("FalconDecoderLayer", "FalconMLP"),
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        FALCON,
+    ),
+    "mixtral": Family(1, 1, 0, ("MixtralExperts",), "Mixtral", EXPERTS),
+    "qwen2_moe": Family(1, 1, 1, ("Qwen2MoeExperts",), "Qwen2Moe", EXPERTS),
+    "qwen3_moe": Family(3, 1, 0, ("Qwen3MoeExperts",), "Qwen3Moe", EXPERTS),
+    "gpt_oss": Family(1, 1, 0, ("GptOssExperts", "GptOssMLP"), "GptOss", EXPERTS),
+}
+
+
+def build(name: str, **config) -> nn.Module:
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    config_class = f"{family.classes}{'Text' * (name in ('gemma3', 'gemma3n', 'gemma4'))}Config"
+    config = getattr(transformers, config_class)(**{**family.sizes, **family.config, **config})
+    config._experts_implementation = "eager"  # the others take no float64
+    return tiny_models.randomize(getattr(transformers, f"{family.classes}ForCausalLM")(config))
+
+
+def tokens(device="cpu", batch=2, length=11, seed=1) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    return {"input_ids": torch.randint(3, 128, (batch, length), generator=generator).to(device)}
+
+
+@torch.no_grad()
+def logits(model: nn.Module, **inputs) -> torch.Tensor:
+    return model(**inputs).logits
+
+
+# ---- each family
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_runs_the_kernels_and_keeps_its_output(k, device, name):
+    family, model, inputs = FAMILIES[name], build(name).to(device), tokens(device)
+    before = [dict(vars(m)) for m in model.modules()]
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = logits(model, **inputs)
+
+    report = k.inject_optimized_kernels(model)
+    assert relative(logits(model, **inputs), expected) < 1e-5
+    ops = {
+        "rms_norm": LAYERS * family.norms + (family.norms and family.other_norms),
+        "residual_ada_norm": LAYERS * family.sums,
+        "activate": LAYERS * family.gated,
+        **{op: LAYERS * number for op, number in family.rope.items()},
+    }
+    assert count(model, **inputs) == {op: number for op, number in ops.items() if number}
+    assert {entry.cls for entry in report.left_alone} == set(family.left_alone)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert list(model.state_dict()) == list(state)
+
+    assert k.remove_optimized_kernels(model) == len(report.injected)
+    assert [dict(vars(m)) for m in model.modules()] == before
+    assert not count(model, **inputs)
+    assert torch.equal(logits(model, **inputs), expected) or device == "cuda"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_in_bf16_is_no_less_accurate(k, device, name):
+    """Against fp64, the mean of a few batches and weights; one of them alone says nothing (it varies by 5 %)."""
+    stock_error = our_error = 0.0
+    for seed in range(4):
+        # All experts: which ones are chosen hangs on the last bit.
+        model = build(name, **({"num_experts_per_tok": 4} if FAMILIES[name].config is EXPERTS else {}))
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.05)
+        model, inputs = model.bfloat16().to(device), tokens(device, 4, 24, seed)
+        reference = logits(copy.deepcopy(model).double(), **inputs)
+        stock_error += relative(logits(model, **inputs), reference)
+        k.inject_optimized_kernels(model)
+        our_error += relative(logits(model, **inputs), reference)
+    assert our_error <= stock_error * 1.03
+
+
+GENERATE = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "beams": {"num_beams": 3},
+    "no_cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("arguments", GENERATE.values(), ids=GENERATE)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3", "gpt_neox"])
+def test_generation_is_token_identical(k, device, name, arguments):
+    model = build(name, eos_token_id=None).to(device)
+    inputs = tokens(device)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, :4] = 0  # padding on the left
+    arguments = {**inputs, "max_new_tokens": 8, "do_sample": False, **arguments}
+    expected = model.generate(**arguments)
+    k.inject_optimized_kernels(model)
+    assert torch.equal(model.generate(**arguments), expected)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_implementations_are_untouched(k, device, attention):
+    model = build("llama", attn_implementation=attention).to(device)
+    inputs = tokens(device)
+    outputs = []
+    for _ in range(2):
+        with torch.no_grad():
+            outputs.append(model(**inputs, output_hidden_states=True, output_attentions=attention == "eager"))
+        k.inject_optimized_kernels(model)
+    stock, ours = outputs
+    assert len(ours.hidden_states) == LAYERS + 1
+    for result, expected in zip(ours.hidden_states, stock.hidden_states):
+        assert relative(result, expected) < 1e-5
+    for result, expected in zip(ours.attentions or (), stock.attentions or ()):
+        assert relative(result, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt_oss", "gpt_neox"])
+def test_compiles_fullgraph(k, name):
+    torch._dynamo.reset()
+    model, inputs = build(name), tokens()
+    if name == "gpt_oss":  # the stock experts break the graph
+        model = model.model.layers[0].self_attn
+        tables = torch.randn(2, 2, 11, 8)
+        inputs = {"hidden_states": torch.randn(2, 11, 64), "position_embeddings": tuple(tables), "attention_mask": None}
+        run = lambda m: m(**inputs)[0]  # noqa: E731
+    else:
+        run = lambda m: m(**inputs, use_cache=False).logits  # noqa: E731
+    k.inject_optimized_kernels(model)
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(str(n.target).split(".")[1] for n in graph.graph.nodes if "_ltx_kernels" in str(n.target))
+        return graph.forward
+
+    with torch.no_grad():
+        expected = run(model)
+        assert relative(run(torch.compile(model, fullgraph=True, backend=backend)), expected) < 1e-6
+        assert "qk_norm_rope" in seen
+        torch._dynamo.reset()
+        assert relative(run(torch.compile(model, fullgraph=True, backend="aot_eager")), expected) < 1e-6
+
+
+# ---- when the stock code runs
+
+
+def test_training_is_stock_but_for_the_norms(k, device):
+    model = build("qwen3").to(device).train()
+    ours, inputs = copy.deepcopy(model), tokens(device)
+    k.inject_optimized_kernels(ours)
+    with tiny_models.OpCounter() as ops:
+        for each in (model, ours):
+            each(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert set(ops.calls) == {"rms_norm_with_rstd", "rms_norm_backward"}
+    for (name, expected), result in zip(model.named_parameters(), ours.parameters()):
+        assert relative(result.grad, expected.grad) < 1e-4, name
+
+
+def test_a_gradient_to_the_input_alone_is_given(k):
+    model, ours = build("llama").requires_grad_(False), build("llama").requires_grad_(False)
+    k.inject_optimized_kernels(ours)
+    grads = []
+    for each in (model, ours):
+        x = each.get_input_embeddings()(tokens()["input_ids"]).detach().requires_grad_()
+        each(inputs_embeds=x).logits.square().sum().backward()
+        grads.append(x.grad)
+    assert relative(*reversed(grads)) < 1e-4
+
+
+def test_gradient_checkpointing(k):
+    model = build("llama").train()
+    k.inject_optimized_kernels(model)
+    model.gradient_checkpointing_enable()
+    model(**tokens(), use_cache=False).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_float64_runs_stock(k):
+    model, inputs = build("llama").double(), tokens()
+    expected = logits(model, **inputs)
+    k.inject_optimized_kernels(model)
+    assert torch.equal(logits(model, **inputs), expected)
+    assert not count(model, **inputs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox_sequential"])
+def test_autocast_returns_what_stock_returns(k, device, name):
+    model, inputs = build(name).to(device), tokens(device)
+    with torch.autocast(device, torch.bfloat16):
+        expected = logits(model, **inputs)
+        k.inject_optimized_kernels(model)
+        result = logits(model, **inputs)
+    assert result.dtype is expected.dtype and relative(result, expected) < 1e-2
+
+
+def test_a_hook_on_the_norm_or_the_activation_still_runs(k):
+    model, inputs, calls = build("llama"), tokens(), []
+    layer = model.model.layers[0]
+    k.inject_optimized_kernels(model)
+    handles = [
+        m.register_forward_hook(lambda *_: calls.append(1)) for m in (layer.post_attention_layernorm, layer.mlp.act_fn)
+    ]
+    assert count(model, **inputs)["residual_ada_norm"] == count(model, **inputs)["activate"] == LAYERS - 1
+    assert len(calls) == 4
+    for handle in handles:
+        handle.remove()
+    assert count(model, **inputs)["residual_ada_norm"] == LAYERS and len(calls) == 4
+
+
+def test_a_replaced_projection_is_called(k):
+    """As an adapter does: around the projections, or in their place."""
+
+    class Doubled(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return 2 * self.inner(x)
+
+    model, inputs = build("llama"), tokens()
+    k.inject_optimized_kernels(model)
+    for layer in model.model.layers:
+        layer.mlp.up_proj, layer.self_attn.q_proj = Doubled(layer.mlp.up_proj), Doubled(layer.self_attn.q_proj)
+    result = logits(model, **inputs)
+    k.remove_optimized_kernels(model)
+    assert relative(result, logits(model, **inputs)) < 1e-5
+
+
+def test_accelerate_offload(k):
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = build("llama"), tokens()
+    expected = logits(model, **inputs)
+    k.inject_optimized_kernels(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.model.layers.parameters())
+    assert relative(logits(model, **inputs), expected) < 1e-5
+    assert count(model, **inputs)["qk_norm_rope"] == LAYERS
+    assert k.remove_optimized_kernels(model) and not count(model, **inputs)
+
+
+def test_a_deepcopy_runs_on_its_own_weights(k):
+    model, inputs = build("llama"), tokens()
+    k.inject_optimized_kernels(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    stock = build("llama")
+    assert relative(logits(copied, **inputs), logits(stock, **inputs)) < 1e-5
+    assert count(copied, **inputs)["qk_norm_rope"] == LAYERS
+
+
+def test_save_pretrained_round_trip(k, tmp_path):
+    model, inputs = build("qwen3"), tokens()
+    k.inject_optimized_kernels(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert not count(loaded, **inputs)
+    assert relative(logits(model, **inputs), logits(loaded, **inputs)) < 1e-5
+
+
+# ---- one instance, and nothing of the library
+
+
+def test_only_the_injected_model_is_changed(k):
+    from transformers.models.llama import modeling_llama
+
+    names = dict(vars(modeling_llama))
+    classes = {name: dict(vars(c)) for name, c in names.items() if isinstance(c, type)}
+    model, other, inputs = build("llama"), build("llama"), tokens()
+    k.inject_optimized_kernels(model)
+    assert count(model, **inputs) and not count(other, **inputs)
+    assert dict(vars(modeling_llama)) == names
+    assert {name: dict(vars(names[name])) for name in classes} == classes
+
+
+def test_signatures_are_those_of_stock(k):
+    model = build("llama")
+    k.inject_optimized_kernels(model)
+    layer = model.model.layers[0]
+    for module in (layer, layer.self_attn, layer.mlp):
+        stock = types.MethodType(type(module).forward, module)
+        assert inspect.signature(module.forward) == inspect.signature(stock)
+
+
+def test_layers_share_one_function(k):
+    """Or every layer would compile anew."""
+    model = build("llama")
+    k.inject_optimized_kernels(model)
+    first, second = model.model.layers
+    for part in ("self_attn", "mlp", "input_layernorm"):
+        assert getattr(first, part).forward.__func__ is getattr(second, part).forward.__func__
+    assert first.forward.__func__ is second.forward.__func__
+
+
+def test_a_traceback_shows_the_stock_lines(k):
+    model = build("llama")
+    k.inject_optimized_kernels(model)
+    ours, stock = model.model.layers[0].forward.__func__.__code__, type(model.model.layers[0]).forward.__code__
+    assert (ours.co_filename, ours.co_firstlineno) == (stock.co_filename, stock.co_firstlineno)
+
+
+@pytest.mark.parametrize(
+    "kind, ops",
+    [
+        ("decoder_layer", {"residual_ada_norm"}),
+        ("gated_mlp", {"activate"}),
+        ("rope", {"qk_norm_rope"}),
+        ("rms_norm", {"rms_norm"}),
+    ],
+)
+def test_each_kind_can_be_chosen_alone(k, kind, ops):
+    model, inputs = build("llama"), tokens()
+    expected = logits(model, **inputs)
+    report = k.inject_optimized_kernels(model, only=kind)
+    assert set(report.counts) == {kind} and set(count(model, **inputs)) == ops
+    assert relative(logits(model, **inputs), expected) < 1e-5
+
+
+# ---- what is left alone
+
+
+def variant(cls: type, forward) -> type:
+    """A class of the library with another forward, as another version of the library has it."""
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "forward": forward})
+
+
+def test_a_forward_whose_source_is_elsewhere_is_left_alone(k):
+    """Decorated, or generated, or changed on the disk since it was imported."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    source = "def forward(self, x):\n    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + 1\n"
+    namespace: dict = {}
+    exec(compile(source, inspect.getsourcefile(LlamaMLP), "exec"), namespace)
+    model, inputs = build("llama"), tokens()
+    for layer in model.model.layers:
+        layer.mlp.__class__ = variant(LlamaMLP, namespace["forward"])
+    expected = logits(model, **inputs)
+    report = k.inject_optimized_kernels(model)
+    assert {(e.cls, e.reason) for e in report.left_alone} == {
+        ("LlamaMLP", "the source of its forward is not what it runs")
+    }
+    assert relative(logits(model, **inputs), expected) < 1e-5
+
+
+def test_a_decorated_forward_keeps_its_decorators(k):
+    """As many forwards of transformers 4 have them."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    calls = []
+
+    def counted(name):
+        def decorate(function):
+            @functools.wraps(function)
+            def wrapper(*args, **kwargs):
+                calls.append(name)
+                return function(*args, **kwargs)
+
+            return wrapper
+
+        return decorate
+
+    def opaque(function):
+        table = {"forward": function}
+        return functools.wraps(function)(lambda *args: table["forward"](*args))
+
+    @counted("outer")
+    @counted("inner")
+    def forward(self, x, scale: float = 2.0):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * scale
+
+    for function, reason in ((forward, None), (opaque(forward), "decorator")):
+        model, inputs = build("llama"), tokens()
+        for layer in model.model.layers:
+            layer.mlp.__class__ = variant(LlamaMLP, function)
+        expected = logits(model, **inputs)
+        report = k.inject_optimized_kernels(model)
+        assert [reason in entry.reason for entry in report.left_alone] == ([True] * LAYERS if reason else [])
+        calls.clear()
+        assert relative(logits(model, **inputs), expected) < 1e-5
+        assert calls == ["outer", "inner"] * LAYERS
+        assert count(model, **inputs)["activate"] == (0 if reason else LAYERS)
+
+
+def test_another_layer_is_fused_only_where_a_sum_goes_into_the_norm(k):
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    def scaled(self, hidden_states, **kwargs):
+        residual = hidden_states
+        hidden_states, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = (residual + hidden_states) * 0.5
+        return residual + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    def doubled(self, hidden_states, **kwargs):
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        h = hidden_states + 2.0 * attended
+        return self.mlp(self.post_attention_layernorm(h)) + h
+
+    for forward, fused in ((scaled, 0), (doubled, LAYERS)):
+        model, inputs = build("llama"), tokens()
+        for layer in model.model.layers:
+            layer.__class__ = variant(LlamaDecoderLayer, forward)
+        expected = logits(model, **inputs)
+        report = k.inject_optimized_kernels(model)
+        assert report.counts.get("decoder_layer", 0) == fused
+        assert count(model, **inputs)["residual_ada_norm"] == fused
+        assert relative(logits(model, **inputs), expected) < 1e-5
+
+
+def test_an_unknown_activation_is_left_alone(k):
+    model = build("llama", hidden_act="relu")
+    report = k.inject_optimized_kernels(model)
+    assert {e.cls for e in report.left_alone} == {"LlamaMLP"}
+    assert "ReLU" in report.left_alone[0].reason
+
+
+@pytest.mark.parametrize("activation", ["silu", "swish", "gelu", "gelu_pytorch_tanh"])
+def test_activations(k, activation):
+    model, inputs = build("llama", hidden_act=activation), tokens()
+    expected = logits(model, **inputs)
+    k.inject_optimized_kernels(model)
+    assert count(model, **inputs)["activate"] == LAYERS
+    assert relative(logits(model, **inputs), expected) < 1e-5
+
+
+def test_a_rotation_that_is_not_known_is_left_alone(k, monkeypatch):
+    """Another function of that name in the module, as a patch of the process puts there."""
+    from transformers.models.mistral import modeling_mistral
+
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        return q * cos.unsqueeze(unsqueeze_dim), k
+
+    monkeypatch.setattr(modeling_mistral, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    model = build("mistral")
+    assert "rope" not in k.inject_optimized_kernels(model).counts
+
+
+def test_a_rotation_that_is_replaced_later_is_called(k, monkeypatch):
+    from transformers.models.mistral import modeling_mistral
+
+    model, inputs, calls = build("mistral"), tokens(), []
+    stock = modeling_mistral.apply_rotary_pos_emb
+    k.inject_optimized_kernels(model)
+
+    def apply_rotary_pos_emb(*args, **kwargs):
+        calls.append(1)
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_mistral, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    assert "qk_norm_rope" not in count(model, **inputs) and len(calls) == LAYERS
