@@ -31,6 +31,7 @@ BLOCKS = {
     "docs/h100-optimization-guide.md": (0, 0),
     "docs/huggingface-kernels-integration.md": (4, 2),
     "docs/kernel-templates.md": (0, 0),
+    "docs/performance.md": (0, 0),
     "docs/profiling.md": (2, 1),
     "docs/publishing.md": (0, 0),
     "docs/t4-optimization-guide.md": (0, 0),
