@@ -2,6 +2,7 @@
 
 python scripts/build_variant.py --backend cuda --ptxas-info FILE     writes the table
 python scripts/ptxas_report.py FILE                                  fails if any kernel spills
+python scripts/ptxas_report.py FILE --expect COMMITTED               and if it differs from the committed table
 """
 
 from __future__ import annotations
@@ -60,17 +61,36 @@ def spills(rows: list[dict[str, str]], limit: int = 0) -> list[str]:
     ]
 
 
+def differences(rows: list[dict[str, str]], expected: list[dict[str, str]]) -> list[str]:
+    """What is not as expected, a line a kernel and architecture."""
+
+    def by_kernel(table: list[dict[str, str]]) -> dict[tuple[str, ...], tuple[str, ...]]:
+        return {(r["source"], r["arch"], r["kernel"]): tuple(r[name] for name in COLUMNS[2:-1]) for r in table}
+
+    found, wanted = by_kernel(rows), by_kernel(expected)
+    return [
+        f"{' '.join(key)}: {found.get(key, 'gone')}, expected {wanted.get(key, 'none')}"
+        for key in sorted(found.keys() | wanted.keys())
+        if found.get(key) != wanted.get(key)
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("file", type=Path, help="the table that build_variant.py --ptxas-info wrote")
     parser.add_argument("--max-spill", type=int, default=0, metavar="BYTES", help="what a thread may spill")
+    parser.add_argument("--expect", type=Path, metavar="FILE", help="a table that this one must equal")
     args = parser.parse_args()
     rows = read(args.file)
     found = spills(rows, args.max_spill)
+    changed = differences(rows, read(args.expect)) if args.expect else []
     most = max((int(r["registers"]) for r in rows), default=0)
     print(*found, sep="\n", end="\n" if found else "")
     print(f"{len(rows)} kernels, {len(spills(rows))} spill, {len(found)} too much; at most {most} registers a thread")
-    return 1 if found or not rows else 0
+    if changed:
+        print(*changed[:20], sep="\n")
+        print(f"{len(changed)} kernels are not as in {args.expect}; `make ptxas-report` if that is meant")
+    return 1 if found or changed or not rows else 0
 
 
 if __name__ == "__main__":

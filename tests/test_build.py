@@ -181,3 +181,13 @@ def test_ptxas_report(tmp_path):
     (spill,) = ptxas_report.spills(rows)
     assert "scale.cu sm_90" in spill and "48 + 32 bytes" in spill
     assert ptxas_report.spills(rows, limit=47) and not ptxas_report.spills(rows, limit=48)
+
+
+def test_a_kernel_that_changed_appeared_or_went_is_reported():
+    numbers = dict.fromkeys(ptxas_report.COLUMNS[2:-1], "0")
+    rows = [{"source": "a.cu", "arch": "sm_90", "kernel": name, **numbers, "registers": "40"} for name in "abc"]
+    assert not ptxas_report.differences(rows, rows[::-1])
+    expected = [rows[0], {**rows[1], "registers": "38"}, {**rows[2], "kernel": "d"}]
+    changed, appeared, went = ptxas_report.differences(rows, expected)
+    assert changed.startswith("a.cu sm_90 b:") and "40" in changed and "38" in changed
+    assert appeared.endswith("expected none") and "gone" in went
