@@ -321,14 +321,75 @@ def test_gradients_are_those_of_stock(k, model_and_inputs, checkpointing):
         assert relative(result, reference) < 1e-4
 
 
-def test_a_frozen_model_runs_fused_with_grad_enabled(k, ltx):
+def test_a_hook_in_a_frozen_block_may_bring_in_what_is_trained(k, ltx):
+    """A steering vector, say: neither an input nor a parameter of the block, so grad enabled means stock."""
+    model, inputs, _ = ltx
+    model.requires_grad_(False)
+    steering = torch.randn(64, requires_grad=True)
+    model.transformer_blocks[0].attn1.to_q.register_forward_hook(lambda module, args, output: output + steering)
+    gradient = []
+    for injected in (False, True):
+        if injected:
+            k.inject_optimized_kernels(model)
+        gradient.append(torch.autograd.grad(model(**inputs)[0].square().mean(), steering)[0])
+    assert relative(gradient[1], gradient[0]) < 1e-4
+
+
+def test_forward_mode_derivatives_are_those_of_stock(k, ltx):
+    model, inputs, _ = ltx
+    model.set_attention_backend("_native_math")  # the other kernels of attention have no forward-mode derivative
+    x = inputs.pop("hidden_states")
+    tangents = []
+    for injected in (False, True):
+        if injected:
+            k.inject_optimized_kernels(model)
+        with torch.no_grad():
+            tangents.append(
+                torch.func.jvp(lambda v: model(hidden_states=v, **inputs)[0], (x,), (torch.ones_like(x),))[1]
+            )
+    assert tangents[0].norm() > 0 and relative(tangents[1], tangents[0]) < 1e-4
+
+
+def test_functional_gradients_are_those_of_stock(k, ltx):
+    model, inputs, _ = ltx
+    parameters = dict(model.named_parameters())
+    results = []
+    for injected in (False, True):
+        if injected:
+            k.inject_optimized_kernels(model)
+
+        def loss(values):
+            return torch.func.functional_call(model, values, kwargs=inputs)[0].square().mean()
+
+        results.append(torch.func.grad(loss)(parameters))
+    for name, expected in results[0].items():
+        assert relative(results[1][name], expected) < 1e-4, name
+
+
+def test_tables_in_float64_are_left_to_stock(k, ltx):
+    model, inputs, _ = ltx
+    inputs = with_coords(inputs)
+    inputs["video_coords"] = inputs["video_coords"].double()
+    expected = run(model, inputs)
+    k.inject_optimized_kernels(model)
+    assert differences(run(model, inputs), expected) < 1e-5
+
+
+def test_pairs_that_reach_over_two_heads_are_left_to_stock(k):
+    model, inputs = tiny_models.ltx_video(heads=2, head_dim=7), tiny_models.ltx_video_inputs()
+    expected = run(model, inputs)
+    k.inject_optimized_kernels(model)
+    assert differences(run(model, inputs), expected) < 1e-5
+
+
+def test_tables_follow_the_settings_of_the_rope_module(k, ltx):
     model, inputs, expected = ltx
     k.inject_optimized_kernels(model)
-    model.requires_grad_(False)
-    with tiny_models.OpCounter() as ops:
-        result = model(**inputs)
-    assert ops.calls["residual_ada_norm"] == 3
-    assert differences(result, expected) < 1e-5
+    assert differences(run(model, inputs), expected) < 1e-5
+    model.rope.theta = 100.0
+    changed = run(model, inputs)
+    k.remove_optimized_kernels(model)
+    assert differences(changed, run(model, inputs)) < 1e-5 and differences(changed, expected) > 1e-3
 
 
 # ---- adapters, hooks, quantised layers: looked at on each call

@@ -829,3 +829,11 @@ def test_more_dimensions_than_are_supported(k, device):
     check(k, "rms_norm", {"x": x})
     with pytest.raises(RuntimeError, match="at most 16 are supported"):
         k.rms_norm(x[None])
+
+
+def test_forward_mode_derivatives_are_a_clear_error(k, device):
+    """Without a formula torch would give zeros, silently."""
+    x = torch.randn(3, 8, device=device)
+    for function in (k.rms_norm, k.layer_norm, k.ada_norm, k.gelu, lambda v: k.gated_residual(v, v)):
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            torch.func.jvp(function, (x,), (x,))

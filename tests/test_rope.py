@@ -884,3 +884,15 @@ def test_bad_values_are_named(k, device, good):
         k.rope(torch.ones(2, 5, device=device), good["cos"], good["sin"])
     with pytest.raises(RuntimeError, match="cos has shape .* 3 heads; x has a hidden size of 64"):
         k.rope(torch.ones(2, 5, 64, device=device), *(torch.ones(1, 5, 3, 16, device=device),) * 2)
+
+
+def test_rope_3d_follows_the_value_of_a_tensor_theta(k, device):
+    q = torch.randn(1, 4, 2, 32, device=device)
+    theta = torch.tensor(1e4)
+    first = k.rope_3d(q, q, (1, 2, 2), theta=theta)[0]
+    theta.fill_(10.0)
+    assert torch.equal(k.rope_3d(q, q, (1, 2, 2), theta=theta)[0], k.rope_3d(q, q, (1, 2, 2), theta=10.0)[0])
+    assert torch.equal(k.rope_3d(q, q, (1, 2, 2))[0], first)
+    for bad in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="theta"):
+            k.rope_3d(q, q, (1, 2, 2), theta=bad)

@@ -4,6 +4,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._ops import ops
 from ._rope_tables import axis_tables
@@ -21,6 +22,11 @@ def _wants_grad(*tensors: Optional[Tensor]) -> bool:
 
 def _call(op, *args):
     """Call an op; a failed allocation, whose type the stable ABI loses, becomes torch.OutOfMemoryError again."""
+    if forward_ad._current_level >= 0:  # an op without a forward-mode formula would silently give zeros
+        raise RuntimeError(
+            f"ltx_kernels: {op} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); use the "
+            "eager composition there"
+        )
     try:
         return op(*args)
     except RuntimeError as error:
@@ -448,6 +454,10 @@ def rope_3d(
             f"ltx_kernels: axes_dim is {tuple(axes_dim)!r}; three even sizes that sum to the head size {head_size} "
             "are needed"
         )
+    if isinstance(theta, Tensor):  # tables are kept by its value
+        theta = theta.item()
+    if not theta > 0:
+        raise ValueError(f"ltx_kernels: theta is {theta!r}; a number above 0 is needed")
     return _call(ops.rope_3d.default, q, k, *axis_tables(tuple(grid), tuple(axes_dim), theta, q.device))
 
 

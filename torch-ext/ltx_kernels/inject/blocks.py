@@ -14,20 +14,17 @@ from .patching import is_plain
 Modulation = tuple[Tensor, Optional[Tensor]]
 
 
-def runs_stock(module: nn.Module, x: Tensor, *others: Tensor) -> bool:
+def runs_stock(x: Tensor, *others: Tensor) -> bool:
     """Whether this call of a fused block belongs to the class's own code.
 
-    So it is for a dtype or device our ops do not take, under autocast (its dtypes are stock's business), and where a
-    gradient is wanted: the ops of the fused blocks have no backward. `others` are tensors that must have x's dtype and
-    device, or the results of stock would have other dtypes than ours.
+    So it is for what our ops do not take, under autocast (its dtypes are stock's business), and with grad enabled: the
+    ops of the fused blocks have no backward, and what wants a gradient may be an input, a parameter or a tensor that a
+    hook inside the block brings in. `others` are tensors that must have x's dtype and device, or the results of stock
+    would have other dtypes than ours.
     """
-    if not supported(x) or torch.is_autocast_enabled(x.device.type):
+    if torch.is_grad_enabled() or not supported(x) or torch.is_autocast_enabled(x.device.type):
         return True
-    if any(t.dtype is not x.dtype or t.device != x.device for t in others):
-        return True
-    if not torch.is_grad_enabled():
-        return False
-    return any(t.requires_grad for t in (x, *others)) or any(p.requires_grad for p in module.parameters())
+    return any(t.dtype is not x.dtype or t.device != x.device for t in others)
 
 
 def modulations(table: Tensor, temb: Tensor) -> list[Modulation]:

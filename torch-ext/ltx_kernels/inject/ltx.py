@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from .blocks import ResidualStream, modulations, pack, project, runs_stock, unpack
+from .norms import FLOATS
 from .patching import Recipe, is_plain, own_forward
 
 Rope = Optional[tuple[Tensor, Tensor]]
@@ -76,6 +77,8 @@ def _ltx_video_rope(
         key = (x.shape[0], num_frames, height, width, None if scale is None else tuple(scale), x.device)
     else:  # changes of an inference tensor cannot be seen
         key = None if coords.is_inference() else (tuple(coords.shape), coords._version, x.device)
+    if key is not None:  # theta, the base sizes: somebody may set them
+        key += tuple(value for value in vars(self).values() if isinstance(value, (int, float)))
     # A CUDA graph must own what it reads: tables that are kept may be replaced while it lives.
     may_keep = key is not None and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     kept = _kept.get(self) if may_keep else None
@@ -182,7 +185,9 @@ def _heads_of(rope: Rope, heads: int) -> Rope:
 def _ltx_video_attention(
     names: _Names, attn: nn.Module, x: Tensor, context: Optional[Tensor], mask: Optional[Tensor], rope: Rope
 ) -> Tensor:
-    if not _is_stock_attention(names, attn):
+    # Tables of float64, or pairs that reach over from one head to the next, are stock's.
+    known_rope = rope is None or (all(t.dtype in FLOATS for t in rope) and rope[0].shape[-1] % (2 * attn.heads) == 0)
+    if not known_rope or not _is_stock_attention(names, attn):
         return attn(x, encoder_hidden_states=context, attention_mask=mask, image_rotary_emb=rope)
     query, key, value = _project_qkv(attn, x, context)
     rope = _heads_of(rope, attn.heads)
@@ -193,7 +198,7 @@ def _ltx_video_block(names: _Names) -> Callable:
     @own_forward("ltx_video.block")
     def forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, encoder_attention_mask=None):
         table = self.scale_shift_table
-        if runs_stock(self, hidden_states, temb, table, encoder_hidden_states) or not all(
+        if runs_stock(hidden_states, temb, table, encoder_hidden_states) or not all(
             is_plain(norm, names.norm) and norm.bias is None for norm in (self.norm1, self.norm2)
         ):
             return type(self).forward(
@@ -226,7 +231,7 @@ def _ltx2_attention(
     split = attn.rope_type == "split"
     key_rope = None if query_rope is None else key_rope  # as in stock
     tables = (*(query_rope or ()), *(key_rope or ()))
-    known_rope = all(table.dim() == (4 if split else 3) for table in tables)
+    known_rope = all(table.dim() == (4 if split else 3) and table.dtype in FLOATS for table in tables)
     # Spatio-temporal guidance skips or blends the attention of a few blocks of one pass in some steps.
     is_perturbed = perturbation.get("perturbation_mask") is not None or perturbation.get("all_perturbed")
     if is_perturbed or not known_rope or not _is_stock_attention(names, attn):
@@ -300,7 +305,7 @@ def _ltx2_block(names: _Names) -> Callable:
         tembs = [temb, temb_audio, temb_ca_scale_shift, temb_ca_audio_scale_shift, temb_ca_gate, temb_ca_audio_gate]
         texts = [encoder_hidden_states, audio_encoder_hidden_states]
         norms = [getattr(self, name) for name in _LTX2_NORMS]
-        if runs_stock(self, hidden_states, audio_hidden_states, *texts, *tembs, *tables) or not all(
+        if runs_stock(hidden_states, audio_hidden_states, *texts, *tembs, *tables) or not all(
             is_plain(norm, names.norm) and norm.bias is None for norm in norms
         ):
             return type(self).forward(

@@ -39,7 +39,7 @@ def _resnet(self: nn.Module, inputs: Tensor, temb: Union[Tensor, None], generato
     table = self.scale_shift_table
     modulation = () if table is None else (temb, table)
     if (
-        runs_stock(self, inputs, *modulation)
+        runs_stock(inputs, *modulation)
         or not (_is_pixel_norm(self.norm1) and _is_pixel_norm(self.norm2))
         or not is_plain(self.nonlinearity, nn.SiLU)
     ):
@@ -95,7 +95,7 @@ def _padded(x: Tensor, before: int, after: int) -> Tensor:
 
 
 def _conv(self: nn.Module, x: Tensor, causal: bool) -> Union[Tensor, None]:
-    if runs_stock(self, x, self.conv.weight) or not is_plain(self.conv, nn.Conv3d):
+    if runs_stock(x, self.conv.weight) or not is_plain(self.conv, nn.Conv3d):
         return None
     repeated = self.kernel_size[0] - 1
     before, after = (repeated, 0) if causal else (repeated // 2, repeated // 2)

@@ -11,6 +11,7 @@ from typing import Callable, Optional
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from .. import functional
 from .patching import HAS_CUDA, own_forward
@@ -18,9 +19,16 @@ from .patching import HAS_CUDA, own_forward
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def _is_transformed() -> bool:
+    """Within a transform of torch.func or forward-mode AD, for which our ops have no rules."""
+    if forward_ad._current_level >= 0:
+        return True
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def supported(x: Tensor) -> bool:
-    """Our ops take this dtype and device."""
-    return x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu)
+    """Our ops take this dtype and device, here."""
+    return x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu) and not _is_transformed()
 
 
 @dataclass(frozen=True)
