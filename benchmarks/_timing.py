@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -59,7 +60,7 @@ class _Clock:
         return self.taken
 
 
-class _Events:
+class _Events(ABC):
     """Samples of what `run` puts on the stream, by pairs of events that are read once the device is done."""
 
     launches = 1
@@ -67,11 +68,12 @@ class _Events:
     def __init__(self):
         self.taken: list = []
 
-    def before(self) -> None:
-        pass
+    def before(self) -> None:  # noqa: B027 - nothing, unless a method of timing needs it
+        """What comes before each sample, untimed."""
 
+    @abstractmethod
     def run(self) -> None:
-        raise NotImplementedError
+        """Puts what is timed on the stream."""
 
     def sample(self) -> None:
         self.before()

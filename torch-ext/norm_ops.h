@@ -70,34 +70,38 @@ class NormArguments {
 
 inline Statistic statistic_of(bool layer) { return layer ? Statistic::kLayer : Statistic::kRms; }
 
+// y, or y and rstd [*leading] fp32 where `rstd` is given a place.
 template <typename Backend>
-Tensor rms_norm(Tensor x, OptionalTensor weight, double eps, double weight_offset, bool cast_before_weight) {
+Tensor rms_norm_forward(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
+                        bool cast_before_weight, OptionalTensor* rstd) {
   NormArguments arguments(x, Statistic::kRms, eps);
   NormParams& params = arguments.params;
   params.weight_offset = static_cast<float>(weight_offset);
   params.cast_before_weight = cast_before_weight;
   arguments.vector(weight, "weight", &params.weight);
   Tensor y = arguments.output(x, &params.y);
+  if (rstd != nullptr) {
+    std::vector<int64_t> leading = sizes_of(x);
+    leading.pop_back();
+    *rstd = allocate(leading, ScalarType::Float, x);
+    params.rstd = static_cast<float*>((*rstd)->data_ptr());
+  }
   arguments.template run<Backend>();
   return y;
 }
 
-// Also returns rstd [*leading] fp32, which the backward needs.
+template <typename Backend>
+Tensor rms_norm(Tensor x, OptionalTensor weight, double eps, double weight_offset, bool cast_before_weight) {
+  return rms_norm_forward<Backend>(x, weight, eps, weight_offset, cast_before_weight, nullptr);
+}
+
+// Also returns rstd, which the backward needs.
 template <typename Backend>
 std::tuple<Tensor, Tensor> rms_norm_with_rstd(Tensor x, OptionalTensor weight, double eps, double weight_offset,
                                               bool cast_before_weight) {
-  NormArguments arguments(x, Statistic::kRms, eps);
-  NormParams& params = arguments.params;
-  params.weight_offset = static_cast<float>(weight_offset);
-  params.cast_before_weight = cast_before_weight;
-  arguments.vector(weight, "weight", &params.weight);
-  Tensor y = arguments.output(x, &params.y);
-  std::vector<int64_t> leading = sizes_of(x);
-  leading.pop_back();
-  Tensor rstd = allocate(leading, ScalarType::Float, x);
-  params.rstd = static_cast<float*>(rstd.data_ptr());
-  arguments.template run<Backend>();
-  return {y, rstd};
+  OptionalTensor rstd;
+  Tensor y = rms_norm_forward<Backend>(x, weight, eps, weight_offset, cast_before_weight, &rstd);
+  return {y, *rstd};
 }
 
 // (grad_x, grad_weight); grad_weight is empty ([0]) where it is not wanted or there is no weight.

@@ -1,7 +1,5 @@
-// Staging in shared memory: a row is copied there once, asynchronously where the chip can (sm_80 on), and each pass
-// reads it from there. A thread only ever reads the vectors it staged itself, so no barrier is needed. Against a row in
-// registers this keeps the code of all row lengths one short loop, and a thread's loads in flight without holding
-// registers.
+// Staging in shared memory: rows are copied there asynchronously where the chip can (sm_80 on), so that loads are in
+// flight without holding registers. Where a thread only reads the vectors it staged itself, no barrier is needed.
 #pragma once
 
 #include <cstdint>
