@@ -284,9 +284,10 @@ class RopeProblem {
     for (RopeSide& side : params.sides) {
       if (side.x.data == nullptr) continue;
       // Vectors start at multiples of their size from a row's start, and, in half rotation, from its half and from the
-      // rotary dim.
-      const int64_t step = params.interleaved ? kVectorBytes / size_of(side.x.dtype) : 4;
-      const bool regular = params.head_size % step == 0 && (params.interleaved || half % step == 0);
+      // rotary dim; what is not rotated goes two vectors at a time there.
+      const int64_t step = kVectorBytes / size_of(side.x.dtype);
+      const int64_t unit = params.interleaved ? step : 2 * step;
+      const bool regular = params.head_size % unit == 0 && params.rotary_dim % unit == 0;
       for (Operand* operand : {&side.x, &side.y, &side.weight, &side.bias}) {
         const int64_t bytes = std::min<int64_t>(kVectorBytes, step * size_of(operand->dtype));
         operand->vectorized = regular && is_aligned(operand->data, bytes) && has_aligned_strides(*operand, bytes);

@@ -48,19 +48,8 @@ LTX_KERNELS_MULTIVERSION void forward_rows(const NormParams& p, int64_t begin, i
       round_row(p.new_residual.dtype, hidden, h);
     }
 
-    // The mean in two steps: what the rounding of the first leaves (3e-5 where a row lies around 1000) the second takes
-    // away.
-    float mean = 0.f;
-    if (p.statistic == Statistic::kLayer) {
-      const float first = sum_row(hidden, [&](int64_t i) { return h[i]; }) / static_cast<float>(hidden);
-      for (int64_t i = 0; i < hidden; ++i) h[i] -= first;
-      mean = sum_row(hidden, [&](int64_t i) { return h[i]; }) / static_cast<float>(hidden);
-    }
-    const float squares = sum_row(hidden, [&](int64_t i) { return (h[i] - mean) * (h[i] - mean); });
-    const float rstd = 1.f / std::sqrt(squares / static_cast<float>(hidden) + p.eps);
+    const float rstd = normalize_row(p.statistic, p.eps, hidden, h);
     if (p.rstd != nullptr) p.rstd[number] = rstd;
-
-    for (int64_t i = 0; i < hidden; ++i) h[i] = (h[i] - mean) * rstd;
     if (p.cast_before_weight) round_row(p.y.dtype, hidden, h);
     multiply_operand(p.weight_offset, p.weight, {}, row, hidden, scratch, h);
     add_operand(p.bias, row, hidden, h);

@@ -61,15 +61,9 @@ struct Vectors {  // weight and bias of q or k as fp32, no data: absent
 
 // A row of `width` elements: normed, with its part of weight and bias.
 inline void norm_row(const RopeParams& p, const Vectors& vectors, int64_t width, float* x) {
-  const float mean = p.statistic == Statistic::kLayer
-                         ? sum_row(width, [=](int64_t i) { return x[i]; }) / static_cast<float>(width)
-                         : 0.f;
-  const float squares = sum_row(width, [=](int64_t i) { return (x[i] - mean) * (x[i] - mean); });
-  const float rstd = 1.f / std::sqrt(squares / static_cast<float>(width) + p.eps);
+  normalize_row(p.statistic, p.eps, width, x);
   if (vectors.weight != nullptr) {
-    for (int64_t i = 0; i < width; ++i) x[i] = (x[i] - mean) * rstd * vectors.weight[i];
-  } else {
-    for (int64_t i = 0; i < width; ++i) x[i] = (x[i] - mean) * rstd;
+    for (int64_t i = 0; i < width; ++i) x[i] *= vectors.weight[i];
   }
   if (vectors.bias != nullptr) {
     for (int64_t i = 0; i < width; ++i) x[i] += vectors.bias[i];

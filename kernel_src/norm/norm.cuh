@@ -18,6 +18,7 @@
 #include "../core/reduce.cuh"
 #include "../core/segment.cuh"
 #include "../core/vec.cuh"
+#include "moments.cuh"
 #include "norm.h"
 
 namespace ltx_kernels {
@@ -119,33 +120,11 @@ __device__ __forceinline__ void affine(const NormParams& p, const Has& has, Read
   }
 }
 
-// What a row is normed with: (h - mean)·rstd + shift. `mean` is rounded to fp32, which for a mean of 1000 is worse than
-// eager; `shift` makes up for what the rounding lost, the mean of h - mean.
-struct Moments {
-  float mean = 0.f, shift = 0.f, rstd = 0.f;
-};
-
-// From the sums of h - mean and its squares. The squares are of a second pass: E[x²] - mean² would lose the variance to
-// a large mean.
-__device__ __forceinline__ void set_moments(const NormParams& p, float sum, float squares, Moments& moments) {
-  const float rest = sum * p.rows.inverse_hidden;
-  const float variance = squares * p.rows.inverse_hidden - rest * rest;
-  moments.rstd = __frsqrt_rn(variance + p.eps);  // rsqrtf is off by up to two units in the last place
-  moments.shift = -rest * moments.rstd;
-}
-
 // y from h: normed, rounded where Llama rounds, factor and term, activation. h is replaced by y.
 template <typename T, Statistic kStatistic, int kSize>
 __device__ __forceinline__ void finish(const NormParams& p, const Has& has, const Moments& moments,
                                        const float (&factor)[kSize], const float (&term)[kSize], float (&h)[kSize]) {
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) {
-    if constexpr (kStatistic == Statistic::kLayer) {
-      h[j] = fmaf(__fsub_rn(h[j], moments.mean), moments.rstd, moments.shift);
-    } else {
-      h[j] = __fmul_rn(h[j], moments.rstd);
-    }
-  }
+  normalize<kStatistic>(moments, h);
   if (has.weight && p.cast_before_weight) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) h[j] = round_if_mixed<T>(p.y.dtype, h[j]);
@@ -159,26 +138,6 @@ __device__ __forceinline__ void finish(const NormParams& p, const Has& has, cons
       h[j] = __fmul_rn(h[j], factor[j]);
     }
     if (has.silu) h[j] = silu<std::is_same_v<T, float>>(h[j]);
-  }
-}
-
-template <int kSize>
-__device__ __forceinline__ float add_values(float sum, const float (&values)[kSize]) {
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) sum = __fadd_rn(sum, values[j]);
-  return sum;
-}
-
-// Adds the first `count` of h - mean, and their squares.
-template <Statistic kStatistic, int kSize>
-__device__ __forceinline__ void add_moments(float mean, int count, const float (&values)[kSize], float& sum,
-                                            float& squares) {
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) {
-    if (j >= count) continue;
-    const float centred = kStatistic == Statistic::kLayer ? __fsub_rn(values[j], mean) : values[j];
-    if (kStatistic == Statistic::kLayer) sum = __fadd_rn(sum, centred);
-    squares = fmaf(centred, centred, squares);
   }
 }
 
@@ -267,7 +226,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   segment.add(sums, 1, true);
 #pragma unroll
   for (int row = 0; row < kRows; ++row)
-    set_moments(p, kSums == 2 ? sums[(kSums - 1) * kRows + row] : 0.f, sums[row], moments[row]);
+    set_moments(p.rows.inverse_hidden, p.eps, kSums == 2 ? sums[(kSums - 1) * kRows + row] : 0.f, sums[row],
+                moments[row]);
 
   if (p.rstd != nullptr && threadIdx.x == 0 && segment.rank() == 0) {
 #pragma unroll
@@ -363,7 +323,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     reader(column, count)(h, values);
     add_moments<kStatistic>(moments.mean, count, values, part[kSums - 1], part[0]);
   });
-  set_moments(p, kSums == 2 ? sums[kSums - 1] : 0.f, sums[0], moments);
+  set_moments(p.rows.inverse_hidden, p.eps, kSums == 2 ? sums[kSums - 1] : 0.f, sums[0], moments);
 
   if (p.rstd != nullptr && exists && threadIdx.x == 0) p.rstd[number] = moments.rstd;
   for_each([&](int64_t column, int count) {

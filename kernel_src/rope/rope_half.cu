@@ -1,0 +1,7 @@
+#include "rope_launch.cuh"
+
+namespace ltx_kernels {
+
+template cudaError_t launch_rope<__half>(const RopeParams&, cudaStream_t);
+
+}  // namespace ltx_kernels
