@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
+from .._ops import add_op_namespace_prefix
 from .norms import supported
 from .patching import is_plain
 
@@ -141,14 +142,60 @@ def _biases(linears: list[nn.Linear]) -> list[Tensor]:
     return [linear.bias for linear in linears if linear.bias is not None]
 
 
+def _joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Optional[Tensor]:
+    """Linears of one input in one GEMM, [*, sum of N]; None where their weights do not lie side by side."""
+    weight, bias = _joined(weights), _joined(biases) if biases else None
+    return None if weight is None or (biases and bias is None) else F.linear(x, weight, bias)
+
+
+def _linear_joined(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    y = _joined_linear(x, weights, biases)
+    if y is not None:
+        return y
+    sizes = [weight.shape[0] for weight in weights]
+    y, rows = x.new_empty((*x.shape[:-1], sum(sizes))), x.reshape(-1, x.shape[-1])
+    for i, part in enumerate(y.view(-1, sum(sizes)).split(sizes, dim=1)):
+        if biases:
+            torch.addmm(biases[i], rows, weights[i].t(), out=part)
+        else:
+            torch.mm(rows, weights[i].t(), out=part)
+    return y
+
+
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    y = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+# Ops of their own to torch.compile: it cannot look at where weights lie, and would take a GEMM and its epilogue apart.
+_linear_joined_op, _linear_gelu_op = (
+    torch.library.custom_op(add_op_namespace_prefix(function.__name__[1:]), function, mutates_args=())
+    for function in (_linear_joined, _linear_gelu)
+)
+
+
+@_linear_joined_op.register_fake
+def _(x, weights, biases):
+    return x.new_empty((*x.shape[:-1], sum(w.shape[0] for w in weights)))
+
+
+@_linear_gelu_op.register_fake
+def _(x, weight, bias):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
 def project(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
     """Each of `linears` of x [*, K]: one GEMM where they are plain and their weights side by side, else one each."""
-    if not torch.compiler.is_compiling() and all(map(is_plain_linear, linears)):
-        weight, biases = _joined(_weights(linears)), _biases(linears)
-        bias = _joined(biases) if len(biases) == len(linears) else None
-        if weight is not None and (bias is not None or not biases) and x.dtype is weight.dtype:
-            return list(F.linear(x, weight, bias).split([linear.weight.shape[0] for linear in linears], dim=-1))
-    return [linear(x) for linear in linears]
+    if not all(map(is_plain_linear, linears)):
+        return [linear(x) for linear in linears]
+    weights, biases = _weights(linears), _biases(linears)
+    y = None
+    if len(biases) in (0, len(weights)) and all(weight.dtype is x.dtype for weight in weights):
+        if not torch.compiler.is_compiling():
+            y = _joined_linear(x, weights, biases)
+        elif x.is_cuda and not torch.is_grad_enabled():
+            y = _linear_joined_op(x, weights, biases)
+    return [linear(x) for linear in linears] if y is None else list(y.split([w.shape[0] for w in weights], dim=-1))
 
 
 HAS_GELU_EPILOGUE = hasattr(torch, "_addmm_activation")
@@ -158,10 +205,9 @@ def linear_gelu_tanh(x: Tensor, linear: nn.Module) -> Optional[Tensor]:
     """gelu(linear(x)) [*, N] with the tanh formula in the GEMM's epilogue; None where that cannot be had."""
     if not (x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)) or torch.is_grad_enabled():
         return None
-    if not HAS_GELU_EPILOGUE or torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
+    if not HAS_GELU_EPILOGUE or torch.is_autocast_enabled("cuda"):
         return None
     if not is_plain_linear(linear) or linear.bias is None or linear.weight.dtype is not x.dtype:
         return None
-    weight, bias = linear.weight, linear.bias
-    flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
-    return flat.view(*x.shape[:-1], weight.shape[0])
+    compute = _linear_gelu_op if torch.compiler.is_compiling() else _linear_gelu
+    return compute(x, linear.weight, linear.bias)

@@ -1,0 +1,53 @@
+"""The linear layers of the fused blocks, as torch.compile sees them: two ops of their own."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@pytest.fixture
+def blocks(k):
+    return sys.modules[f"{k.__name__}.inject.blocks"]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_linears_of_one_input_wherever_their_weights_lie(blocks, device, dtype, packed, bias):
+    linears = [nn.Linear(24, n, bias=bias, device=device, dtype=dtype) for n in (16, 8, 40)]
+    x = torch.randn(2, 3, 24, device=device, dtype=dtype)
+    with torch.no_grad():
+        expected = torch.cat([linear(x) for linear in linears], dim=-1)
+        assert blocks.pack(linears) or not packed
+        if not packed:
+            blocks.unpack(linears)
+        weights, biases = ([getattr(linear, name) for linear in linears] for name in ("weight", "bias"))
+        y = blocks._linear_joined_op(x, weights, biases if bias else [])
+    torch.testing.assert_close(y, expected)
+
+
+def test_opcheck(blocks, device):
+    x, weights, biases = torch.randn(2, 3, 24, device=device), torch.randn(2, 8, 24, device=device), torch.randn(2, 8)
+    biases = biases.to(device)
+    torch.library.opcheck(blocks._linear_joined_op, (x, list(weights.unbind()), list(biases.unbind())))
+    if blocks.HAS_GELU_EPILOGUE:
+        torch.library.opcheck(blocks._linear_gelu_op, (x, weights[0], biases[0]), rtol=1e-3, atol=1e-3)
+
+
+def test_gelu_epilogue_is_the_tanh_formula(blocks, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device: the epilogue is CUDA's")
+    if dtype is torch.float32:
+        pytest.skip("not used in fp32")
+    linear = nn.Linear(64, 48, device="cuda", dtype=dtype)
+    x = torch.randn(4, 7, 64, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        exact = F.gelu(linear.double()(x.double()), approximate="tanh")
+        linear.to(dtype)
+        eager = F.gelu(linear(x), approximate="tanh")
+        y = blocks.linear_gelu_tanh(x, linear)
+        compiled = torch.compile(lambda: blocks.linear_gelu_tanh(x, linear), fullgraph=True)()
+    assert (y - exact).norm() <= 1.1 * (eager - exact).norm()
+    assert torch.equal(compiled, y)
