@@ -8,6 +8,7 @@ lays build/<variant>/ out as kernel-builder does: the .abi3.so, _ops.py, the Pyt
     python scripts/build_variant.py                     the backend the installed torch has
     python scripts/build_variant.py --backend cuda      CUDA; needs nvcc, but no GPU and no CUDA torch (stable ABI)
     python scripts/build_variant.py --backend cuda --archs 9.0          one architecture, for quick work
+    python scripts/build_variant.py --backend cuda --archs compute_75   PTX alone: another chip's code path on any GPU
     python scripts/build_variant.py --check             is build/ made from the present sources?
 
 The ops live in torch.ops._ltx_kernels_<backend>_<id> where <id> is a digest of all sources. So a changed source is a
@@ -193,12 +194,15 @@ def default_backend() -> str:
 
 
 def gencode_flags(capabilities: list[str]) -> list[str]:
-    """["8.0", "9.0+PTX"] -> SASS for each and PTX where asked."""
+    """["8.0", "9.0+PTX", "compute_75"] -> SASS for the first two, PTX for the last two."""
     flags = []
     for capability in capabilities:
+        if re.fullmatch(r"compute_\d+[af]?", capability):
+            flags.append(f"-gencode=arch={capability},code={capability}")
+            continue
         match = re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", capability)
         if match is None:
-            raise BuildError(f"CUDA capability {capability!r}: write it like 8.0, 9.0a or 9.0+PTX")
+            raise BuildError(f"CUDA capability {capability!r}: write it like 8.0, 9.0a, 9.0+PTX or compute_90 (PTX alone)")
         number = match.group(1) + match.group(2)
         code = f"[sm_{number},compute_{number}]" if match.group(3) else f"sm_{number}"
         flags.append(f"-gencode=arch=compute_{number},code={code}")

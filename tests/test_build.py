@@ -131,6 +131,7 @@ def test_missing_tools_are_named_with_their_cure(monkeypatch, tmp_path):
         (["9.0+PTX"], ["-gencode=arch=compute_90,code=[sm_90,compute_90]"]),
         (["10.0"], ["-gencode=arch=compute_100,code=sm_100"]),
         (["9.0a"], ["-gencode=arch=compute_90a,code=sm_90a"]),
+        (["compute_75"], ["-gencode=arch=compute_75,code=compute_75"]),
     ],
 )
 def test_gencode_flags(capabilities, flags):
