@@ -202,7 +202,9 @@ def gencode_flags(capabilities: list[str]) -> list[str]:
             continue
         match = re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", capability)
         if match is None:
-            raise BuildError(f"CUDA capability {capability!r}: write it like 8.0, 9.0a, 9.0+PTX or compute_90 (PTX alone)")
+            raise BuildError(
+                f"CUDA capability {capability!r}: write it like 8.0, 9.0a, 9.0+PTX or compute_90 (PTX alone)"
+            )
         number = match.group(1) + match.group(2)
         code = f"[sm_{number},compute_{number}]" if match.group(3) else f"sm_{number}"
         flags.append(f"-gencode=arch=compute_{number},code={code}")
