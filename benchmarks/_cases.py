@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -186,7 +186,7 @@ def make_qk(across_heads: bool) -> Callable:
 def make_rope_3d(shape, dtype, device):
     """A grid as in video, about four times as many rows and columns as frames."""
     batch, seq, heads, size = shape
-    frames = max(t for t in range(1, seq + 1) if seq % t == 0 and t * 16 * t <= seq)
+    frames = max((t for t in range(1, math.isqrt(seq) + 1) if seq % t == 0 and 16 * t * t <= seq), default=1)
     height = max(h for h in range(1, seq // frames + 1) if seq // frames % h == 0 and h * h <= seq // frames)
     grid = (frames, height, seq // frames // height)
     each = 2 * (size // 6)
@@ -535,6 +535,19 @@ class Problem:
     dtype: str = BF16
     candidates: tuple[str, ...] | None = ALL  # beside the copy
 
+    @property
+    def base(self) -> str:
+        """The op, a key of OPS; `rms_norm:host` is that of `rms_norm`."""
+        return self.op.partition(":")[0]
+
+    @property
+    def variant(self) -> str:
+        """What is measured: "" the device's time with a cold L2, "warm" with a warm one, "host" the host's time."""
+        return self.op.partition(":")[2]
+
+    def of(self, variant: str) -> Problem:
+        return replace(self, op=f"{self.base}:{variant}")
+
 
 FAST = ("ours", "torch", "liger", "quack", "flashinfer")  # all but eager and torch.compile, which cost seconds a shape
 #: DESIGN, "Numbers to hold".
@@ -551,7 +564,7 @@ def issue2() -> list[Problem]:
         problems += [Problem("rms_norm", s, dtype, FAST) for s in [*DESIGN, (1024, 2048)]]
     backward = [(5376, 2048), (16384, 4096), (65536, 2048)]
     problems += [Problem("rms_norm_backward", s, BF16) for s in backward]
-    return problems
+    return [*problems, host_of("rms_norm")]
 
 
 def issue3() -> list[Problem]:
@@ -575,18 +588,65 @@ def issue3() -> list[Problem]:
         (1, 128, 49, 128, 192),
     ):  # the VAE decoder at 49 x 512 x 768
         problems += [Problem(op, shape) for op in ("pixel_norm_silu", "pixel_norm_silu[channels last]")]
-    return problems
+    return problems + [host_of(op) for op in ("ada_norm", "residual_ada_norm", "add_rms_norm", "swiglu")]
+
+
+def shape_of(op: str, rows: int, hidden: int) -> tuple[int, ...]:
+    """The shape of an op's output of so many rows of so much: tokens of a hidden size, heads of 64, or pixels."""
+    kind = OPS[op].needs
+    if kind in ("rope", "qk_norm_rope", "rope_3d"):
+        return 1, rows, hidden // 64, 64
+    if kind == "pixel_norm_silu":
+        return 1, hidden, 1, 1, rows
+    return (rows, hidden) if kind in ("rms_norm", "layer_norm", "add_rms_norm") else (1, rows, hidden)
 
 
 def sizes() -> list[Problem]:
-    """RMSNorm over rows and hidden sizes: 1 to 1M rows, 64 to 64K wide, up to 2 GiB of traffic."""
+    """Every op over rows and hidden sizes: 1 to 1M rows, 64 to 64K wide, outputs up to 1 GiB."""
     problems = []
-    for op in ("rms_norm", "layer_norm", "add_rms_norm", "rms_norm_backward"):
+    for op in OPS:
         for hidden in (64, 256, 1024, 2048, 4096, 8192, 16384, 65536):
+            if OPS[op].needs == "pixel_norm_silu" and hidden > 8192:
+                continue  # no VAE has that many channels
             for count in (1, 64, 1024, 16384, 131072, 1 << 20):
                 if hidden * count <= 1 << 29:
-                    problems.append(Problem(op, (count, hidden), BF16, FAST))
+                    problems.append(Problem(op, shape_of(op, count, hidden), BF16, FAST))
     return problems
+
+
+def dtypes() -> list[Problem]:
+    """Every op in every dtype, at [16384, 2048]: times, and errors against fp64 beside those of eager."""
+    return [Problem(op, shape_of(op, 16384, 2048), dtype, (*FAST, "eager")) for op in OPS for dtype in DTYPES]
+
+
+def warm() -> list[Problem]:
+    """Small shapes with a warm L2, as behind the op that made the input; the cold ones are in the other sets."""
+    problems = []
+    for op in (
+        "rms_norm",
+        "rms_norm_backward",
+        "layer_norm",
+        "ada_norm",
+        "residual_ada_norm",
+        "add_rms_norm",
+        "swiglu",
+    ):
+        for count, hidden in ((16, 2048), (1024, 2048), (2048, 3072), (1024, 4096)):
+            problems.append(Problem(op, shape_of(op, count, hidden), BF16, FAST).of("warm"))
+    return problems
+
+
+#: A size that no device notices: [rows, hidden] of the host's time.
+HOST_SIZE = (4, 256)
+
+
+def host_of(op: str) -> Problem:
+    return Problem(op, shape_of(op, *HOST_SIZE)).of("host")
+
+
+def host() -> list[Problem]:
+    """What a call of every op costs the host."""
+    return [host_of(op) for op in OPS]
 
 
 def models() -> list[Problem]:
@@ -601,16 +661,19 @@ def models() -> list[Problem]:
 
 
 def smoke() -> list[Problem]:
-    """Every op once, small: minutes on a CPU."""
+    """Every op once, small, and each way of measuring: minutes on a CPU."""
     shapes = {"rope": (2, 512, 4, 64), "qk_norm_rope": (2, 512, 4, 64), "pixel_norm_silu": (1, 32, 4, 16, 16)}
-    return [Problem(op, shapes.get(OPS[op].needs.replace("_3d", ""), (2, 512, 2048))) for op in OPS]
+    problems = [Problem(op, shapes.get(OPS[op].needs.replace("_3d", ""), (2, 512, 2048))) for op in OPS]
+    return [*problems, problems[0].of("warm"), host_of("rms_norm")]
 
 
-SETS = {"issue2": issue2, "issue3": issue3, "sizes": sizes, "models": models, "smoke": smoke}
-#: Ops whose host time is measured, at a size that no device notices.
-HOST = {
-    "issue2": ["rms_norm"],
-    "issue3": ["ada_norm", "residual_ada_norm", "add_rms_norm", "swiglu"],
-    "smoke": ["rms_norm"],
+SETS = {
+    "issue2": issue2,
+    "issue3": issue3,
+    "models": models,
+    "dtypes": dtypes,
+    "sizes": sizes,
+    "warm": warm,
+    "host": host,
+    "smoke": smoke,
 }
-HOST_SHAPE = (1, 4, 256)

@@ -1,7 +1,7 @@
 """The one schema of every measured result, and the environment that goes with it.
 
 {device, driver, torch, cuda, date, commit, library_sha256, command, rows: [{op, shape, dtype, candidate, us_p10,
-us_median, us_p90, bytes, copy_us, error_fp64, and where they apply reason, method, baseline}]}
+us_median, us_p90, bytes, copy_us, error_fp64, and where they apply us_min, reason, method, baseline}]}
 
 bytes: the fewest that the op must move (each input read once, each output written once). copy_us: the median of a copy
 of as many bytes in the same run. error_fp64: RMS error against fp64 relative to the RMS of the result. A candidate that
@@ -50,7 +50,7 @@ ROW = {
     "copy_us": (int, float, None),
     "error_fp64": (int, float, None),
 }
-OPTIONAL = {"reason": str, "method": str, "baseline": str}
+OPTIONAL = {"us_min": (int, float), "reason": str, "method": str, "baseline": str}
 TIMES = ("us_p10", "us_median", "us_p90")
 
 
@@ -105,6 +105,8 @@ def _row_problems(row: dict) -> list[str]:
             found.append("there is no time and no reason")
     elif not (0 < times[0] <= times[1] <= times[2] and math.isfinite(times[2])):
         found.append(f"p10, median, p90 are {times}")
+    elif not 0 < row.get("us_min", times[0]) <= times[0]:
+        found.append(f"us_min is {row['us_min']}, p10 {times[0]}")
     if row["error_fp64"] is not None and not (row["error_fp64"] >= 0 and math.isfinite(row["error_fp64"])):
         found.append(f"error_fp64 is {row['error_fp64']}")
     return found
@@ -203,6 +205,33 @@ class ResultFile:
         scratch = self.path.with_suffix(".tmp")
         scratch.write_text(dump(self.result))
         scratch.replace(self.path)
+
+
+CPU_NOTE = "CPU figures are not GPU figures: they say that everything runs, and nothing about a GPU."
+
+
+def default_out(device: str, name: str) -> Path:
+    """Measured GPU results are kept in the repository, by chip; a CPU's are not worth it."""
+    if device == "cpu":
+        return ROOT / ".build" / "bench" / f"cpu-{name}.json"
+    words = torch.cuda.get_device_name().lower().split()
+    chip = next((word for word in words if any(c.isdigit() for c in word)), "gpu")
+    return ROOT / "benchmarks" / "results" / chip / f"{name}.json"
+
+
+def shown_path(path: Path) -> Path:
+    path = path.resolve()
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+def columned(lines: list[list[str]], left: int) -> str:
+    """Cells in columns; the first `left` of them aligned to the left."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = (
+        "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+        for line in lines
+    )
+    return "\n".join(line.rstrip() for line in text)
 
 
 def dump(result: dict) -> str:

@@ -3,15 +3,18 @@
 Two methods on a GPU. `graph`: a CUDA graph of launches that rotate over enough inputs to leave the L2 behind, timed as
 a whole; the launch costs nothing, so it is right for short ops. `flush`: the L2 is overwritten before each launch and
 events stand around the launch alone; right from about 20 us on, where the events' own microsecond is small.
-On a CPU the clock is read around each call.
+On a CPU the clock is read around each call. What a call costs the host is taken apart from that: `host_times`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -41,6 +44,7 @@ def method(device: str, nbytes: int, sets: int, warm: bool) -> str:
         return "clock"
     if nbytes >= GRAPH_BELOW_BYTES and not warm:
         return "flush"
+    # One set that is larger than the L2 is cold in any case.
     return "graph" if sets * nbytes >= 2 * l2_bytes(device) else "graph, warm L2"
 
 
@@ -120,7 +124,8 @@ class _Flush(_Events):
     def __init__(self, calls: list[Callable], flush: torch.Tensor):
         super().__init__()
         self.calls, self.flush, self.turn = calls, flush, 0
-        if host_us(calls[0], calls=10, batches=3)[1] > 30:  # more than the flush hides: events would time the host
+        (us,) = host_times({"": calls[0]}, rounds=3, burst=10).values()
+        if min(us) > 30:  # more than the flush hides: events would time the host
             self.graphs = [_capture([call], 1) for call in calls]
             self.calls = [graph.replay for graph, _ in self.graphs]
 
@@ -132,19 +137,49 @@ class _Flush(_Events):
         self.turn += 1
 
 
-def host_us(call: Callable, calls: int = 1000, batches: int = 9) -> Times:
-    """Host time of one call: what it takes to launch, not to run. Small inputs, so that the device keeps up."""
-    for _ in range(10):
-        call()
-    samples = []
-    for _ in range(batches):
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """This thread on one core and no garbage collection: what else makes two runs of one call differ."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else None
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    if cores:
+        os.sched_setaffinity(0, {max(cores)})  # interrupts are served by the first ones
+    try:
+        yield
+    finally:
+        if cores:
+            os.sched_setaffinity(0, cores)
+        if collects:
+            gc.enable()
+
+
+def host_times(calls: dict[str, Callable], rounds: int = 100, burst: int = 200) -> dict[str, list[float]]:
+    """Host time in us of one call of each candidate: what it takes to launch, not to run. One sample a burst.
+
+    The candidates take turns in bursts of a few milliseconds, so that a disturbance of the host meets all of them and
+    the quietest bursts meet none. Small inputs, and the device waited for between bursts, untimed: its queue never
+    fills, which would time the device.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    with quiet():
+        for turn in range(rounds):
+            shift = turn % max(1, len(names))
+            for name in names[shift:] + names[:shift]:
+                call = calls[name]
+                for _ in range(10):  # after another candidate
+                    call()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(burst):
+                    call()
+                samples[name].append((time.perf_counter() - start) * 1e6 / burst)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        samples.append((time.perf_counter() - start) * 1e6 / calls)
-    return spread(samples)
+    return samples
 
 
 def spread(samples: list[float]) -> Times:

@@ -2,36 +2,38 @@
 """Time every op beside eager, torch, torch.compile, Liger, quack, flashinfer and a copy of as many bytes.
 
     python benchmarks/micro.py                                  the set for this device
-    python benchmarks/micro.py --set issue2 --out FILE          a set of shapes: issue2 issue3 models sizes smoke
+    python benchmarks/micro.py --set issue2 --out FILE          a set: issue2 issue3 models dtypes sizes warm host smoke
     python benchmarks/micro.py --op rms_norm --shape 16384,4096 --dtype bf16 --peer quack --peer torch
 
 Each candidate is compared with fp64 before it is timed; a wrong one is a row that says so, without times. A peer that
 is not installed is a row with that reason. All candidates of a problem are timed in one run, in turns, from a cold L2
-(_timing.py says how). The file is written after each problem: the same command again goes on where it stopped.
+(_timing.py says how); `rms_norm:warm` is with a warm one, `rms_norm:host` the time of a call on the host. The file is
+written after each problem: the same command again goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch._dynamo
 import torch._functorch.config
-from _cases import ALL, DTYPES, HOST, HOST_SHAPE, OPS, SETS, Inputs, Op, Problem, outputs_of
-from _results import ROOT, TIMES, ResultFile, header, load_package
-from _timing import Bench, host_us, input_sets, method
+from _cases import ALL, DTYPES, OPS, SETS, Inputs, Op, Problem, outputs_of
+from _results import CPU_NOTE, TIMES, ResultFile, columned, default_out, header, load_package, shown_path
+from _timing import Bench, host_times, input_sets, method, spread
 
 PEERS = ("ours", "eager", "torch", "compile", "liger", "quack", "flashinfer")
 PACKAGES = {"liger": "liger_kernel", "quack": "quack", "flashinfer": "flashinfer"}
 NOT_INSTALLED = "is not installed"
-HOST_SUFFIX = ":host"
 #: fp64 of more elements than this is computed on fewer rows of the same length.
 MAX_CHECKED = {"cuda": 1 << 27, "cpu": 1 << 22}
+#: The host's time: bursts of each candidate, and calls a burst. On a CPU a call computes, too.
+HOST_EFFORT = {"cuda": {"rounds": 100, "burst": 200}, "cpu": {"rounds": 5, "burst": 20}}
 #: A candidate is wrong when its error is more than this many times eager's: Llama's second rounding is 1.4 times.
 WRONG = 4.0
 FP32_FLOOR = 1e-6
@@ -89,7 +91,7 @@ class Runner:
 
     def checked(self, problem: Problem, wanted: list[str]):
         """(candidates that compute the right thing, error of each wanted one, reason of each that drops out)."""
-        op, dtype = OPS[problem.op.removesuffix(HOST_SUFFIX)], DTYPES[problem.dtype]
+        op, dtype = OPS[problem.base], DTYPES[problem.dtype]
         inputs = op.make(self.checked_shape(problem.shape), dtype, self.device)
         expected = op.reference(inputs)
         factories = op.candidates(self.package)
@@ -130,15 +132,22 @@ class Runner:
 
     def run(self, problem: Problem, wanted: list[str]) -> list[dict]:
         stream = torch.cuda.Stream() if self.device == "cuda" else None
-        with torch.no_grad(), torch.cuda.stream(stream):
-            rows = (self.host if problem.op.endswith(HOST_SUFFIX) else self.timed)(problem, wanted)
+        try:
+            with torch.no_grad(), torch.cuda.stream(stream):
+                rows = (self.host if problem.variant == "host" else self.timed)(problem, wanted)
+        except Exception as error:  # too large for this device, say: no reason to lose the other problems
+            if "CUDA error" in str(error):  # every later call would fail as well
+                raise
+            reasons = dict.fromkeys(wanted, short(error))
+            values = {"bytes": 0, "copy_us": None, "error_fp64": None}
+            rows = [self.row(problem, name, {}, reasons, "", **values) for name in wanted]
         torch._dynamo.reset()
         if self.device == "cuda":
             torch.cuda.empty_cache()
         return rows
 
     def timed(self, problem: Problem, wanted: list[str]) -> list[dict]:
-        op: Op = OPS[problem.op]
+        op: Op = OPS[problem.base]
         dtype = DTYPES[problem.dtype]
         good, errors, reasons = self.checked(problem, wanted)
 
@@ -148,9 +157,10 @@ class Runner:
         inputs = make()
         eager = op.candidates(self.package)["eager"]()
         nbytes = op.bytes(inputs, outputs_of(eager.call(eager.prepare(inputs))))
-        count = input_sets(self.device, nbytes, self.args.warm)
+        warm = problem.variant == "warm"
+        count = input_sets(self.device, nbytes, warm)
         sets = [inputs] + [make() for _ in range(count - 1)]
-        how = method(self.device, nbytes, count, self.args.warm)
+        how = method(self.device, nbytes, count, warm)
         calls = {"copy": [self.copy(nbytes) for _ in range(count)]}
         for name, candidate in good.items():
             calls[name] = [
@@ -173,20 +183,23 @@ class Runner:
 
     def host(self, problem: Problem, wanted: list[str]) -> list[dict]:
         """Host time of a call under no_grad."""
-        op = OPS[problem.op.removesuffix(HOST_SUFFIX)]
+        op = OPS[problem.base]
         good, errors, reasons = self.checked(problem, wanted)
         inputs = op.make(problem.shape, DTYPES[problem.dtype], self.device)
-        times = {}
-        for name, candidate in good.items():
-            prepared = candidate.prepare(inputs)
-            times[name] = host_us(lambda call=candidate.call, i=prepared: call(i), calls=500)
         nbytes = op.bytes(inputs, op.reference(inputs))
-        return [
-            self.row(
-                problem, name, times, reasons, "host clock", bytes=nbytes, copy_us=None, error_fp64=errors.get(name)
-            )
-            for name in wanted
-        ]
+        prepared = {name: candidate.prepare(inputs) for name, candidate in good.items()}
+        calls = {
+            name: lambda call=candidate.call, inputs=prepared[name]: call(inputs) for name, candidate in good.items()
+        }
+        samples = host_times(calls, **HOST_EFFORT[self.device])
+        times = {name: spread(taken) for name, taken in samples.items()}
+        rows = []
+        for name in wanted:
+            values = {"bytes": nbytes, "copy_us": None, "error_fp64": errors.get(name)}
+            if name in samples:
+                values["us_min"] = round(min(samples[name]), 3)
+            rows.append(self.row(problem, name, times, reasons, "host clock", **values))
+        return rows
 
 
 # ---- what to run, and the table --------------------------------------------------------------------------
@@ -200,7 +213,7 @@ def chosen(args, package) -> list[Problem]:
     """The problems of the sets and filters; with --shape also such that no set has."""
     problems = list(dict.fromkeys(problem for name in args.set for problem in SETS[name]()))
     if args.op:
-        problems = [p for p in problems if any(p.op == op or p.op.startswith(op + "[") for op in args.op)]
+        problems = [p for p in problems if any(p.base == op or p.base.startswith(op + "[") for op in args.op)]
     if args.shape:
         shapes = [parse_shape(shape) for shape in args.shape]
         listed = [p for p in problems if p.shape in shapes]
@@ -209,11 +222,12 @@ def chosen(args, package) -> list[Problem]:
         ]
         problems = listed + extra
     if args.dtype:
-        problems = list(dict.fromkeys(Problem(p.op, p.shape, d, p.candidates) for p in problems for d in args.dtype))
-    if args.host and not args.shape and not args.dtype:
-        ops = dict.fromkeys(op for name in args.set for op in HOST.get(name, []))
-        problems += [Problem(op + HOST_SUFFIX, HOST_SHAPE) for op in ops if not args.op or op in args.op]
-    return [p for p in problems if hasattr(package, OPS[p.op.removesuffix(HOST_SUFFIX)].needs)]
+        problems = list(dict.fromkeys(replace(p, dtype=dtype) for p in problems for dtype in args.dtype))
+    if args.warm:
+        problems = list(dict.fromkeys(p.of("warm") for p in problems if p.variant != "host"))
+    if not args.host:
+        problems = [p for p in problems if p.variant != "host"]
+    return [p for p in problems if hasattr(package, OPS[p.base].needs)]
 
 
 def wanted_candidates(problem: Problem, args) -> list[str]:
@@ -221,47 +235,44 @@ def wanted_candidates(problem: Problem, args) -> list[str]:
     names = PEERS if problem.candidates is ALL or args.peer else problem.candidates
     if args.peer:
         names = [name for name in names if name == "ours" or name in args.peer]
-    known = OPS[problem.op.removesuffix(HOST_SUFFIX)].candidates(None)
+    known = OPS[problem.base].candidates(None)
     return [name for name in names if name in known]
 
 
 def table(rows: list[dict]) -> str:
-    """A line a problem: microseconds, ours over the copy, the best other over ours."""
+    """A line a problem: microseconds; of ours the GB/s, what it takes in copies, what eager and the best other take.
+
+    Medians; of the host's time the 10th percentile with the minimum before and the median behind it.
+    """
     columns = ["copy", *(name for name in PEERS if any(r["candidate"] == name for r in rows))]
     groups: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         groups.setdefault((row["op"], tuple(row["shape"]), row["dtype"]), {})[row["candidate"]] = row
-    head = ["op", "shape", "dtype", "MiB", *columns, "ours/copy", "best other/ours"]
+    head = ["op", "shape", "dtype", "MiB", *columns, "GB/s", "ours/copy", "eager/ours", "best other/ours"]
     lines = [head]
     for (op, shape, dtype), group in groups.items():
-        cells = [op, "x".join(map(str, shape)), dtype, f"{max(r['bytes'] for r in group.values()) / 2**20:.1f}"]
+        nbytes = max(r["bytes"] for r in group.values())
+        cells = [op, "x".join(map(str, shape)), dtype, f"{nbytes / 2**20:.1f}"]
         for name in columns:
-            row = group.get(name)
-            us = row["us_median"] if row else None
-            reason = row.get("reason", "") if row else ""
-            cells.append(f"{us:.1f}" if us else "wrong" if reason.startswith("wrong") else "-")
-        ours = (group.get("ours") or {}).get("us_median")
-        copy = (group.get("copy") or {}).get("us_median")
-        others = [(r["us_median"], n) for n, r in group.items() if n not in ("ours", "copy") and r["us_median"]]
+            row = group.get(name, {})
+            if row.get("us_min"):
+                cells.append(f"{row['us_min']:.1f} {row['us_p10']:.1f} {row['us_median']:.1f}")
+            elif row.get("us_median"):
+                cells.append(f"{row['us_median']:.1f}")
+            else:
+                cells.append("wrong" if row.get("reason", "").startswith("wrong") else "-")
+        of_host = op.endswith(":host")
+        times = {name: row["us_p10" if of_host else "us_median"] for name, row in group.items() if row["us_median"]}
+        ours, copy, eager = (times.get(name) for name in ("ours", "copy", "eager"))
+        others = [(us, name) for name, us in times.items() if name not in ("ours", "copy")]
+        cells.append(f"{nbytes / ours / 1e3:.0f}" if ours and not of_host else "")
         cells.append(f"{ours / copy:.3f}" if ours and copy else "")
+        cells.append(f"{eager / ours:.2f}" if ours and eager else "")
         cells.append(f"{min(others)[0] / ours:.2f} {min(others)[1]}" if ours and others else "")
         lines.append(cells)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    text = [
-        "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))) for line in lines
-    ]
-    reasons = sorted({f"{r['candidate']}: {r['reason']}" for r in rows if r.get("reason")})
-    return "\n".join([line.rstrip() for line in text] + reasons)
-
-
-def default_out(device: str, sets: list[str]) -> Path:
-    """Measured GPU results are kept in the repository; a CPU's are not worth it."""
-    if device == "cpu":
-        return ROOT / ".build" / "bench" / f"cpu-{'-'.join(sets)}.json"
-    chip = next(
-        (part for part in torch.cuda.get_device_name().lower().split() if any(c.isdigit() for c in part)), "gpu"
+    return columned(lines, left=3) + "".join(
+        f"\n{reason}" for reason in sorted({f"{r['candidate']}: {r['reason']}" for r in rows if r.get("reason")})
     )
-    return ROOT / "benchmarks" / "results" / chip / f"{'-'.join(sets)}.json"
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -273,8 +284,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer", action="append", choices=PEERS, help="only these beside ours and the copy")
     parser.add_argument("--budget-ms", type=float, default=60.0, help="time for each candidate of a problem")
     parser.add_argument("--max-seconds", type=float, help="start no problem after this; the same command goes on")
-    parser.add_argument("--warm", action="store_true", help="one set of inputs: a warm L2")
-    parser.add_argument("--host", action=argparse.BooleanOptionalAction, default=True, help="host time a call too")
+    parser.add_argument("--warm", action="store_true", help="the same problems with a warm L2")
+    parser.add_argument(
+        "--host", action=argparse.BooleanOptionalAction, default=True, help="the problems of the host's time too"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="the JSON (default: benchmarks/results/<chip>/<sets>.json)")
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
@@ -290,11 +303,11 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     torch._functorch.config.donated_buffer = False  # a compiled backward that may run more than once
     package = load_package()
-    out = args.out or default_out(args.device, args.set)
+    out = args.out or default_out(args.device, "-".join(args.set))
     file = ResultFile(out, header(package, args.device), args.fresh)
     runner = Runner(package, args.device, args)
     if args.device == "cpu":
-        print("No GPU is used: these figures say that everything runs, and nothing about a GPU.", file=sys.stderr)
+        print(CPU_NOTE, file=sys.stderr)
     problems = chosen(args, package)
     progress = Progress(len(problems))
     shown: list[dict] = []
@@ -316,12 +329,10 @@ def main(argv: list[str] | None = None) -> int:
     progress.close()
     print(table(shown))
     if args.device == "cpu":
-        print("CPU figures are not GPU figures.")
+        print(CPU_NOTE)
     if left:
         print(f"{left} problems left: the same command goes on with them")
-    with contextlib.suppress(ValueError):
-        out = out.resolve().relative_to(ROOT)
-    print(f"{len(shown)} rows, {time.perf_counter() - start:.0f} s, {out}")
+    print(f"{len(shown)} rows, {time.perf_counter() - start:.0f} s, {shown_path(out)}")
     return 0
 
 
