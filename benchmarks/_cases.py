@@ -567,6 +567,12 @@ def issue2() -> list[Problem]:
     return [*problems, host_of("rms_norm")]
 
 
+def classic() -> list[Problem]:
+    """The table of benchmark_rmsnorm.py."""
+    shapes = ((1, 1024, 2048), (2, 1024, 2048), (4, 1024, 2048), (2, 4096, 3072), (4, 4096, 3072))
+    return [Problem("rms_norm", shape) for shape in shapes]
+
+
 def issue3() -> list[Problem]:
     """Every forward op at the sizes of LTX-Video 2B and 13B, batch 2."""
     problems = []
@@ -674,6 +680,7 @@ SETS = {
     "dtypes": dtypes,
     "sizes": sizes,
     "warm": warm,
+    "classic": classic,
     "host": host,
     "smoke": smoke,
 }

@@ -116,6 +116,15 @@ def row_key(row: dict) -> tuple:
     return row["op"], tuple(row["shape"]), row["dtype"], row["candidate"]
 
 
+def by_problem(rows: list[dict]) -> dict[tuple, dict[str, dict]]:
+    """{(op, shape, dtype): {candidate: row}}"""
+    problems: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        *problem, candidate = row_key(row)
+        problems.setdefault(tuple(problem), {})[candidate] = row
+    return problems
+
+
 # ---- the environment -------------------------------------------------------------------------------------
 
 

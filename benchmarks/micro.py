@@ -24,7 +24,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 from _cases import ALL, DTYPES, OPS, SETS, Inputs, Op, Problem, outputs_of
-from _results import CPU_NOTE, TIMES, ResultFile, columned, default_out, header, load_package, shown_path
+from _results import CPU_NOTE, TIMES, ResultFile, by_problem, columned, default_out, header, load_package, shown_path
 from _timing import Bench, host_times, input_sets, method, spread
 
 PEERS = ("ours", "eager", "torch", "compile", "liger", "quack", "flashinfer")
@@ -245,12 +245,9 @@ def table(rows: list[dict]) -> str:
     Medians; of the host's time the 10th percentile with the minimum before and the median behind it.
     """
     columns = ["copy", *(name for name in PEERS if any(r["candidate"] == name for r in rows))]
-    groups: dict[tuple, dict[str, dict]] = {}
-    for row in rows:
-        groups.setdefault((row["op"], tuple(row["shape"]), row["dtype"]), {})[row["candidate"]] = row
     head = ["op", "shape", "dtype", "MiB", *columns, "GB/s", "ours/copy", "eager/ours", "best other/ours"]
     lines = [head]
-    for (op, shape, dtype), group in groups.items():
+    for (op, shape, dtype), group in by_problem(rows).items():
         nbytes = max(r["bytes"] for r in group.values())
         cells = [op, "x".join(map(str, shape)), dtype, f"{nbytes / 2**20:.1f}"]
         for name in columns:
@@ -297,8 +294,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = arguments(argv)
+def measure(args: argparse.Namespace) -> list[dict]:
+    """The rows of all chosen problems, measured now or found in the file."""
     start = time.perf_counter()
     torch.manual_seed(0)
     torch._functorch.config.donated_buffer = False  # a compiled backward that may run more than once
@@ -306,8 +303,6 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out or default_out(args.device, "-".join(args.set))
     file = ResultFile(out, header(package, args.device), args.fresh)
     runner = Runner(package, args.device, args)
-    if args.device == "cpu":
-        print(CPU_NOTE, file=sys.stderr)
     problems = chosen(args, package)
     progress = Progress(len(problems))
     shown: list[dict] = []
@@ -327,12 +322,18 @@ def main(argv: list[str] | None = None) -> int:
             file.replace(runner.run(problem, wanted))
         shown += file.candidates(problem.op, problem.shape, problem.dtype).values()
     progress.close()
-    print(table(shown))
+    spent = time.perf_counter() - start
+    print(f"{len(shown)} rows, {spent:.0f} s, {shown_path(out)}", file=sys.stderr)
+    if left:
+        print(f"{left} problems left: the same command goes on with them", file=sys.stderr)
+    return shown
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    print(table(measure(args)))
     if args.device == "cpu":
         print(CPU_NOTE)
-    if left:
-        print(f"{left} problems left: the same command goes on with them")
-    print(f"{len(shown)} rows, {time.perf_counter() - start:.0f} s, {shown_path(out)}")
     return 0
 
 

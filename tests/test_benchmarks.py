@@ -16,6 +16,7 @@ _results = pytest.importorskip("_results", reason="benchmarks/ is not there (a N
 _timing = pytest.importorskip("_timing")
 _cases = pytest.importorskip("_cases")
 micro = pytest.importorskip("micro")
+benchmark_rmsnorm = pytest.importorskip("benchmark_rmsnorm")
 
 
 @pytest.fixture
@@ -115,3 +116,38 @@ def test_a_problem_that_fails_is_rows_with_its_reason(bench, monkeypatch):
     reasons = {(row["op"], row["candidate"]): row.get("reason") for row in result["rows"]}
     assert reasons["swiglu", "ours"] == "OutOfMemoryError: needs 5 GiB"
     assert reasons["gelu", "ours"] is None, "the next problem is measured"
+
+
+# ---- the classic table
+
+
+def test_classic_table_of_known_times():
+    """2 MiB read and written once: 10 us are 419 GB/s."""
+
+    def row(candidate, us):
+        times = dict.fromkeys(_results.TIMES, us)
+        shape = {"op": "rms_norm", "shape": [1, 512, 2048], "dtype": "bf16", "candidate": candidate}
+        return {**shape, **times, "bytes": 2 * 512 * 2048 * 2, "copy_us": 8.0, "error_fp64": None}
+
+    rows = [row("copy", 8.0), row("ours", 10.0), row("eager", 45.0), row("torch", 12.5), row("liger", None)]
+    head, line = benchmark_rmsnorm.classic_table(rows, "NVIDIA H200").splitlines()
+    cells = ["[1x512x2048]", "bf16", "0.0100", "0.0450", "4.50x", "419", "80.0%", "8.7%", "1.25", "-"]
+    assert line.split() == cells
+    assert head.split()[-2:] == ["torch/custom", "liger/custom"]
+
+
+def test_nominal_bandwidth_is_that_of_the_most_special_name():
+    assert benchmark_rmsnorm.nominal_gbps("NVIDIA H100 PCIe") == 2000
+    assert benchmark_rmsnorm.nominal_gbps("NVIDIA H100 80GB HBM3") == 3350
+    assert benchmark_rmsnorm.nominal_gbps("NVIDIA H200") == 4800
+    assert benchmark_rmsnorm.nominal_gbps("CPU, some, 2 threads") is None
+
+
+def test_classic_table_runs_on_the_cpu_and_says_so(k, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(micro, "load_package", lambda: k)
+    out = tmp_path / "classic.json"
+    arguments = ["--device", "cpu", "--peer", "torch", "--shape", "1x8x64", "--budget-ms", "1", "--out", str(out)]
+    assert benchmark_rmsnorm.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "[1x8x64]" in said and _results.CPU_NOTE in said
+    assert {row["candidate"] for row in json.loads(out.read_text())["rows"]} == {"copy", "ours", "eager", "torch"}

@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""The classic table of RMSNorm: this kernel beside PyTorch's formula, and beside the baselines of today.
+
+    python benchmarks/benchmark_rmsnorm.py                     [1x1024x2048] ... [4x4096x3072] in bf16
+    python benchmarks/benchmark_rmsnorm.py --dtype fp16
+    python benchmarks/benchmark_rmsnorm.py --peer torch        only F.rms_norm beside ours and PyTorch's formula
+
+`PyTorch` is the formula in separate operations, as models spell it; F.rms_norm, torch.compile, Liger, quack and
+flashinfer are what to beat now. Bandwidth: each input read once and the output written once, over the time; beside a
+copy of as many bytes in the same run, and beside what the chip's data sheet promises. The timing and the options are
+micro.py's.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import micro
+from _results import CPU_NOTE, by_problem, columned, device_name
+
+#: GB/s of the memory in NVIDIA's data sheets, by what the device's name holds.
+NOMINAL = {
+    "H200": 4800,
+    "H100 NVL": 3900,
+    "H100 PCIe": 2000,
+    "H100": 3350,  # SXM5
+    "A100-SXM4-80GB": 2039,
+    "A100 80GB PCIe": 1935,
+    "A100": 1555,  # 40 GB
+    "T4": 320,
+}
+
+
+def nominal_gbps(device: str) -> int | None:
+    return next((gbps for name, gbps in NOMINAL.items() if name in device), None)
+
+
+def classic_table(rows: list[dict], device: str) -> str:
+    """A line a shape: ms of ours and of the formula, their ratio, the bandwidth; the time of the others over ours."""
+    nominal = nominal_gbps(device)
+    groups = by_problem(rows)
+    others = [n for n in micro.PEERS if n not in ("ours", "eager") and any(n in group for group in groups.values())]
+    lines = [["shape", "dtype", "custom ms", "PyTorch ms", "speed-up", "GB/s", "of copy", "of nominal"]]
+    lines[0] += [f"{name}/custom" for name in others]
+    for (_, shape, dtype), group in groups.items():
+        us = {name: row["us_median"] for name, row in group.items()}
+        ours, eager, copy = us.get("ours"), us.get("eager"), us.get("copy")
+        gbps = group["ours"]["bytes"] / ours / 1e3 if ours else None
+        cells = [f"[{'x'.join(map(str, shape))}]", dtype]
+        cells += [f"{value / 1e3:.4f}" if value else "-" for value in (ours, eager)]
+        cells.append(f"{eager / ours:.2f}x" if ours and eager else "-")
+        cells.append(f"{gbps:.0f}" if gbps else "-")
+        cells.append(f"{copy / ours:.1%}" if ours and copy else "-")
+        cells.append(f"{gbps / nominal:.1%}" if gbps and nominal else "-")
+        cells += [f"{us[name] / ours:.2f}" if ours and us.get(name) else "-" for name in others]
+        lines.append(cells)
+    return columned(lines, left=2)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = micro.arguments([*(sys.argv[1:] if argv is None else argv), "--set", "classic", "--op", "rms_norm"])
+    if args.peer:
+        args.peer.append("eager")
+    if args.device == "cpu" and not args.shape:
+        args.shape = ["1x64x2048", "2x64x2048"]
+    device = device_name(args.device)
+    print(classic_table(micro.measure(args), device))
+    nominal = nominal_gbps(device)
+    print(f"{device}, " + (f"{nominal} GB/s nominal" if nominal else "no nominal bandwidth known"))
+    if args.device == "cpu":
+        print(CPU_NOTE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
