@@ -17,6 +17,7 @@ _timing = pytest.importorskip("_timing")
 _cases = pytest.importorskip("_cases")
 micro = pytest.importorskip("micro")
 benchmark_rmsnorm = pytest.importorskip("benchmark_rmsnorm")
+compare = pytest.importorskip("compare")
 
 
 @pytest.fixture
@@ -151,3 +152,53 @@ def test_classic_table_runs_on_the_cpu_and_says_so(k, tmp_path, monkeypatch, cap
     said = capsys.readouterr().out
     assert "[1x8x64]" in said and _results.CPU_NOTE in said
     assert {row["candidate"] for row in json.loads(out.read_text())["rows"]} == {"copy", "ours", "eager", "torch"}
+
+
+# ---- compare.py
+
+
+def result(device="NVIDIA H200", **times) -> dict:
+    """A result with one row of each given (p10, median, p90), or of each reason."""
+    rows = []
+    for op, spread in times.items():
+        reason = {"reason": spread} if isinstance(spread, str) else {}
+        spread = (None,) * 3 if reason else spread
+        row = {"op": op, "shape": [4, 64], "dtype": "bf16", "candidate": "ours", **dict(zip(_results.TIMES, spread))}
+        rows.append({**row, "bytes": 1024, "copy_us": 1.0, "error_fp64": 1e-3, **reason})
+    return {
+        **{"device": device, "driver": "580", "torch": "2.11", "cuda": "13.0", "date": "2026-11-30T10:00:00Z"},
+        **{"commit": "0" * 40, "library_sha256": "0" * 64, "command": "python benchmarks/micro.py", "rows": rows},
+    }
+
+
+OLD = result(steady=(9.9, 10.0, 10.1), noisy=(9.0, 10.0, 13.0), quick=(1.0, 1.0, 1.0))
+CASES = {
+    "nothing changed": (OLD, 0),
+    "within the spread": (result(noisy=(12.0, 12.5, 13.0)), 0),
+    "beyond the spread": (result(noisy=(13.1, 13.2, 14.0)), 1),
+    "beyond the spread, less than the tolerance": (result(steady=(10.2, 10.25, 10.3)), 0),
+    "a single sample beyond the tolerance": (result(quick=(1.05, 1.05, 1.05)), 1),
+    "faster": (result(steady=(5.0, 5.0, 5.0)), 0),
+    "one slower among faster ones": (result(steady=(20.0, 20.0, 20.0), quick=(0.5, 0.5, 0.5)), 1),
+    "no time any more": (result(steady="wrong: error 1.0 against fp64"), 1),
+    "another device": (result(device="NVIDIA A100", steady=(9.9, 10.0, 10.1)), 2),
+    "no common row": (result(other=(9.9, 10.0, 10.1)), 2),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_compare_tells_slower_from_noise(what, tmp_path, capsys):
+    new, code = CASES[what]
+    for name, content in (("old", OLD), ("new", new)):
+        (tmp_path / f"{name}.json").write_text(_results.dump(content))
+    assert compare.main([str(tmp_path / "old.json"), str(tmp_path / "new.json")]) == code
+    said = capsys.readouterr()
+    assert ("not to be compared" in said.err) == (code == 2)
+    if code == 1:
+        assert said.out.splitlines()[1].startswith(("slower", "lost")), "the worst row is printed first"
+
+
+def test_compare_refuses_what_is_no_result(tmp_path):
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(SystemExit, match="is not a result"):
+        compare.main([str(tmp_path / "bad.json"), str(tmp_path / "bad.json")])
