@@ -228,6 +228,12 @@ def default_out(device: str, name: str) -> Path:
     return ROOT / "benchmarks" / "results" / chip / f"{name}.json"
 
 
+def short(error: BaseException) -> str:
+    """One line for a row's reason."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:160]
+
+
 def shown_path(path: Path) -> Path:
     path = path.resolve()
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

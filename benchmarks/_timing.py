@@ -1,9 +1,10 @@
 """Times that can be compared: cold L2, candidates interleaved in a rotating order, medians with their spread.
 
-Two methods on a GPU. `graph`: a CUDA graph of launches that rotate over enough inputs to leave the L2 behind, timed as
+Methods on a GPU. `graph`: a CUDA graph of launches that rotate over enough inputs to leave the L2 behind, timed as
 a whole; the launch costs nothing, so it is right for short ops. `flush`: the L2 is overwritten before each launch and
 events stand around the launch alone; right from about 20 us on, where the events' own microsecond is small.
-On a CPU the clock is read around each call. What a call costs the host is taken apart from that: `host_times`.
+`step`: a call of a whole model, from an idle device on. On a CPU the clock is read around each call. What a call costs
+the host is taken apart from that: `host_times`.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ def method(device: str, nbytes: int, sets: int, warm: bool) -> str:
 class _Clock:
     """Samples of calls by the host's clock."""
 
-    def __init__(self, calls: list[Callable]):
-        self.call = calls[0]
+    def __init__(self, calls: list[Callable], before: Callable):
+        self.call, self.before = calls[0], before
         self.taken: list = []
 
     def sample(self) -> None:
+        self.before()
         start = time.perf_counter()
         self.call()
         self.taken.append((time.perf_counter() - start) * 1e6)
@@ -92,7 +94,7 @@ class _Events(ABC):
         return [start.elapsed_time(end) * 1e3 / self.launches for start, end in self.taken]
 
 
-def _capture(calls: list[Callable], launches: int) -> tuple[torch.cuda.CUDAGraph, list]:
+def capture(calls: list[Callable], launches: int) -> tuple[torch.cuda.CUDAGraph, list]:
     """A graph of `launches` calls. Outputs live for one rotation, so that no launch writes where a recent one did.
 
     It is captured on the current stream, which must not be the default one, nor another than that of the inputs'
@@ -114,7 +116,7 @@ class _Graph(_Events):
     def __init__(self, calls: list[Callable]):
         super().__init__()
         self.launches = -(-MIN_LAUNCHES // len(calls)) * len(calls)
-        self.graph, self.outputs = _capture(calls, self.launches)
+        self.graph, self.outputs = capture(calls, self.launches)
 
     def run(self) -> None:
         self.graph.replay()
@@ -126,7 +128,7 @@ class _Flush(_Events):
         self.calls, self.flush, self.turn = calls, flush, 0
         (us,) = host_times({"": calls[0]}, rounds=3, burst=10).values()
         if min(us) > 30:  # more than the flush hides: events would time the host
-            self.graphs = [_capture([call], 1) for call in calls]
+            self.graphs = [capture([call], 1) for call in calls]
             self.calls = [graph.replay for graph, _ in self.graphs]
 
     def before(self) -> None:
@@ -182,6 +184,21 @@ def host_times(calls: dict[str, Callable], rounds: int = 100, burst: int = 200) 
     return samples
 
 
+class _Step(_Events):
+    """One long call from an idle device on, its launches included: what a step of a model takes."""
+
+    def __init__(self, calls: list[Callable], before: Callable):
+        super().__init__()
+        self.call, self.prepare = calls[0], before
+
+    def before(self) -> None:
+        self.prepare()
+        torch.cuda.synchronize()
+
+    def run(self) -> None:
+        self.call()
+
+
 def spread(samples: list[float]) -> Times:
     if len(samples) < 2:
         return (samples[0],) * 3
@@ -189,25 +206,36 @@ def spread(samples: list[float]) -> Times:
     return tenths[0], statistics.median(samples), tenths[8]
 
 
-class Bench:
-    """Times of several candidates for one problem. `calls`: one closure an input set."""
+def nothing() -> None:
+    pass
 
-    def __init__(self, device: str, how: str, budget_ms: float):
-        self.how, self.budget_ms = how, budget_ms
+
+class Bench:
+    """Times of several candidates for one problem, a closure for each input set; `before` is what a sample needs."""
+
+    def __init__(self, device: str, how: str, budget_ms: float, rounds: int = ROUNDS):
+        self.how, self.budget_ms, self.rounds = how, budget_ms, rounds
         self.flush = None
         if how == "flush":
             self.flush = torch.empty(4 * l2_bytes(device), dtype=torch.int8, device=device)
 
-    def sampler(self, calls: list[Callable]) -> _Clock | _Events:
+    def sampler(self, calls: list[Callable], before: Callable) -> _Clock | _Events:
         if self.how == "clock":
-            return _Clock(calls)
+            return _Clock(calls, before)
+        if self.how == "step":
+            return _Step(calls, before)
         return _Flush(calls, self.flush) if self.how == "flush" else _Graph(calls)
 
-    def run(self, candidates: dict[str, list[Callable]], failed: Callable[[str, Exception], None]) -> dict[str, Times]:
+    def run(
+        self,
+        candidates: dict[str, list[Callable]],
+        failed: Callable[[str, Exception], None],
+        before: dict[str, Callable] | None = None,
+    ) -> dict[str, Times]:
         samplers, counts = {}, {}
         for name, calls in candidates.items():
             try:
-                sampler = self.sampler(calls)
+                sampler = self.sampler(calls, (before or {}).get(name, nothing))
                 start = time.perf_counter()
                 for _ in range(3):
                     sampler.sample()
@@ -218,13 +246,19 @@ class Bench:
                 continue
             sampler.taken.clear()
             samplers[name] = sampler
-            counts[name] = max(1, min(200, int(self.budget_ms / ROUNDS / max(cost_ms, 1e-3))))
+            counts[name] = max(1, min(200, int(self.budget_ms / self.rounds / max(cost_ms, 1e-3))))
         names = list(samplers)
-        for turn in range(ROUNDS):
+        for turn in range(self.rounds):
             shift = turn % max(1, len(names))
             for name in names[shift:] + names[:shift]:
-                samplers[name].sample()
-                samplers[name].taken.pop()  # this one came after another candidate
-                for _ in range(counts[name]):
+                if name not in samplers:
+                    continue
+                try:
                     samplers[name].sample()
+                    samplers[name].taken.pop()  # this one came after another candidate
+                    for _ in range(counts[name]):
+                        samplers[name].sample()
+                except Exception as error:  # out of memory beside the others
+                    failed(name, error)
+                    del samplers[name]
         return {name: spread(sampler.collect()) for name, sampler in samplers.items()}

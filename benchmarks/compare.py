@@ -5,9 +5,10 @@
     python benchmarks/compare.py old.json new.json --candidate ours --tolerance 0.05
 
 A row is slower when its 10th percentile now lies above the 90th it had, and its median grew by more than the tolerance
-(which is all there is where a row holds one sample, as a profile does). A row that had a time and now has a reason instead
-counts as slower. Rows that only one of the files has are counted, not judged. Only our own candidates are looked at:
-that a peer got slower is no regression. Exits 2 where there is nothing to compare: another device, or no common row.
+(which is all there is where a row holds one sample, as a profile does). A row that had a time and now has a reason
+instead counts as slower. Rows that only one of the files has are counted, not judged. Only our own candidates are
+looked at: that a peer got slower is no regression. Exits 2 where there is nothing to compare: another device, or no
+common row.
 """
 
 from __future__ import annotations

@@ -1,17 +1,24 @@
 #!/usr/bin/env python3
-"""LTX-Video end to end: a transformer step, its GPU time by kind of kernel, the VAE decoder, the accuracy.
+"""Models end to end, at their true sizes with random weights: a step, its GPU time by kind of kernel, the accuracy.
 
-    python benchmarks/e2e.py --out FILE                         2B, a step at 49 and 161 frames of 512x768
-    python benchmarks/e2e.py --model 13b --frames 49            one size
-    python benchmarks/e2e.py --parts step,split,vae,accuracy    all there is
-    python benchmarks/e2e.py --skip gelu --skip ltx_vae.conv    what a kind of injection brings: measured without it
+    python benchmarks/e2e.py                                     LTX-Video 2B, a step at 49 and 161 frames of 512x768
+    python benchmarks/e2e.py --model flux --parts step           one model, one part: a slice of a run
+    python benchmarks/e2e.py --model qwen-image --depth 20       20 of its 60 blocks; the rows say so
+    python benchmarks/e2e.py --model ltx-2b --parts vae,pipeline
+    python benchmarks/e2e.py --model llama-3-8b --parts decode --configurations stock,injected
+    python benchmarks/e2e.py --skip gelu --skip ltx_vae.conv     what a kind of injection brings: measured without it
 
-step      stock, injected, compiled (`compile_repeated_blocks(fullgraph=True)`) and both, with guidance (a batch of
-two), in turns. split     GPU time of a step by kind of kernel (profiler): gemm, attention, ours, other; the sum of all
-kernels is `gpu`.
+step      one call of the denoiser; prefill, decode: of a language model (the rows of decode are us a token at batch 1).
+split     GPU time of each of these by kind of kernel (profiler): gemm (convolutions too), attention, ours, other; `gpu`
+          is the sum of all. The floor is gemm + attention.
 vae       decoding: stock, norms fused, norms fused and convolutions with channels last.
-accuracy  a model of true width and 4 layers in bf16 against fp32 without TF32, stock and injected.
-Random weights. Without a GPU the models are small and the figures say nothing but that it works.
+pipeline  the whole of LTXPipeline: all steps and the VAE.
+accuracy  a model of true width and four blocks in bf16 against fp32 without TF32, stock and injected.
+
+Configurations, in turns: stock, injected, compiled (`compile_repeated_blocks(fullgraph=True)`; a language model as a
+whole, decoding with CUDA graphs), injected_compiled, and injected_graph, a CUDA graph of the injected model. One that
+fails is a row with its reason. Each model has its JSON, written after each part; the same command goes on where it
+stopped. Without a GPU the models are tiny.
 """
 
 from __future__ import annotations
@@ -20,241 +27,534 @@ import argparse
 import copy
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from _results import ROOT, TIMES, ResultFile, header, load_package
-from _timing import spread
+from _models import FAMILIES, Family
+from _results import CPU_NOTE, ROOT, TIMES, ResultFile, default_out, header, load_package, short, shown_path
+from _timing import Bench, Times, capture, nothing
+from torch import nn
+from torch.utils._pytree import tree_map
 
 sys.path.insert(0, str(ROOT / "examples" / "ltx_video"))
-from ltx_video import SIZES, random_pipeline, random_prompt, synchronize  # noqa: E402
+from ltx_video import SIZES, random_pipeline, random_prompt  # noqa: E402
 
 KINDS = {
     "ours": r"ltx_kernels",
     "attention": r"flash|fmha|attention|sdpa",
-    "gemm": r"gemm|cutlass|nvjet|xmma|splitk|cublas|wgmma",
+    "gemm": r"gemm|gemv|cutlass|nvjet|xmma|splitk|cublas|wgmma|triton_tem|convolve",
 }
-Call = Callable[[], object]
+CONFIGURATIONS = ("stock", "injected", "compiled", "injected_compiled", "injected_graph")
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+#: Blocks of the model whose accuracy is measured: its fp32 copy must fit beside it.
+ACCURATE_BLOCKS = 4
 
 
-def step_inputs(pipe, size, device: str, dtype: torch.dtype, frames: int, height: int, width: int) -> dict:
-    grid = ((frames - 1) // 8 + 1, height // 32, width // 32)
-    prompt = random_prompt(size, device, dtype)
-    tokens = grid[0] * grid[1] * grid[2]
-    channels = pipe.transformer.config.in_channels
-    return {
-        "hidden_states": torch.randn(2, tokens, channels, device=device).to(dtype),
-        "encoder_hidden_states": torch.cat([prompt["negative_prompt_embeds"], prompt["prompt_embeds"]]),
-        "encoder_attention_mask": torch.cat(
-            [prompt["negative_prompt_attention_mask"], prompt["prompt_attention_mask"]]
-        ),
-        "timestep": torch.full((2,), 500.0, device=device),
-        "num_frames": grid[0],
-        "height": grid[1],
-        "width": grid[2],
-        "rope_interpolation_scale": (8 / 24, 32, 32),
-        "return_dict": False,
-    }
+@dataclass
+class Run:
+    """What is timed of one configuration. `units` of it are in a call; `check` returns what must agree with stock's."""
+
+    call: Callable[[], object]
+    check: Callable[[], torch.Tensor]
+    before: Callable[[], object] = nothing
+    units: int = 1
 
 
-def times_of(calls: dict[str, Call], device: str, rounds: int, each: int) -> dict[str, tuple[float, float, float]]:
-    """p10, median and p90 in us of each call, in turns; the first of a turn comes after another and does not count."""
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    taken = defaultdict(list)
-    names = list(calls)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            for i in range(each + 1):
-                if device == "cuda":
-                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    start.record()
-                    calls[name]()
-                    end.record()
-                    torch.cuda.synchronize()
-                    us = 1e3 * start.elapsed_time(end)
-                else:
-                    begin = synchronize(device)
-                    calls[name]()
-                    us = 1e6 * (synchronize(device) - begin)
-                if i:
-                    taken[name].append(us)
-    return {name: spread(samples) for name, samples in taken.items()}
+@dataclass
+class Workload:
+    """`run` makes the Run of a model; `graph` that of a CUDA graph of it; `compile` compiles a copy of the model."""
+
+    op: str
+    part: str
+    shape: list[int]
+    run: Callable[[nn.Module], Run]
+    compile: Callable[[nn.Module], None]
+    graph: Callable[[nn.Module], Run]
 
 
-def row(op: str, shape: list[int], dtype: torch.dtype, candidate: str, times, error=None) -> dict:
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+def row(op: str, shape: list[int], dtype: str, candidate: str, times=None, error=None, reason: str = "") -> dict:
     values = {
         "op": op,
         "shape": shape,
-        "dtype": name,
+        "dtype": dtype,
         "candidate": candidate,
         **dict(zip(TIMES, times or (None,) * 3)),
-        "bytes": 0,
-        "copy_us": None,
-        "error_fp64": error,
     }
-    return values if times else {**values, "reason": "an accuracy, not a time"}
+    values |= {"bytes": 0, "copy_us": None, "error_fp64": error}
+    return {**values, "reason": reason} if reason else values
 
 
 def show(rows: list[dict]) -> None:
     for r in rows:
-        value = f"error {r['error_fp64']:.3e}" if r["us_median"] is None else f"{r['us_median'] / 1e3:9.3f} ms"
+        value = f"{r['us_median'] / 1e3:10.3f} ms" if r["us_median"] else r["reason"]
+        if r["us_median"] and ":decode[" in r["op"]:
+            value += f"  {1e6 / r['us_median']:.1f} tokens/s"
+        if r["error_fp64"] is not None:
+            value = f"error {r['error_fp64']:.3e}"
         print(f"  {r['op']:28} {r['shape']!s:20} {r['candidate']:22} {value}")
     medians = {r["candidate"]: r["us_median"] for r in rows if r["us_median"]}
     for other in ("stock", "compiled"):
         ratios = [f"{n} {medians[other] / t:.3f}x" for n, t in medians.items() if other in medians and n != other]
         if ratios:
-            print(f"  {other} / " + ", ".join(ratios))
+            print(f"  {other} / " + ", ".join(ratios), flush=True)
 
 
-def measure_steps(args, package, file: ResultFile, frames: int) -> None:
-    size = SIZES[args.model]
-    pipe = random_pipeline(size, args.device, args.dtype, vae=False)
-    inputs = step_inputs(pipe, size, args.device, args.dtype, frames, args.height, args.width)
-    stock = pipe.transformer
-    tokens, width = inputs["hidden_states"].shape[1], stock.config.num_attention_heads * stock.config.attention_head_dim
-    injected = copy.deepcopy(stock)
-    print(package.inject_optimized_kernels(injected, skip=args.skip))
-    models = {"stock": stock, "injected": injected}
-    if not args.no_compile:
-        # The weights are shared: what is timed in turns fits into memory once.
-        for name, model in (("compiled", stock), ("injected_compiled", injected)):
-            models[name] = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-            models[name].compile_repeated_blocks(fullgraph=True)
+# ---- configurations --------------------------------------------------------------------------------------
 
-    def call(model):
-        def run():
-            with torch.no_grad():
-                return model(**inputs)[0]
 
-        return run
+def twin(model: nn.Module) -> nn.Module:
+    """A copy on the same weights: what is timed in turns fits into memory once."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
-    calls = {name: call(model) for name, model in models.items()}
-    op, shape = f"ltx_video_{args.model}", [2, tokens, width]
-    reference = calls["stock"]().double()
-    for name, run in calls.items():
-        difference = (run().double() - reference).norm() / reference.norm()
-        print(f"  {name}: relative difference to stock {difference:.2e}")
-    if "step" in args.parts:
-        times = times_of(calls, args.device, args.rounds, args.each)
-        rows = [row(f"{op}:step", shape, args.dtype, name, times[name]) for name in calls]
+
+def compile_blocks(family: Family, model: nn.Module) -> None:
+    names = family.blocks or model._repeated_blocks
+    for module in list(model.modules()):
+        if type(module).__name__ in names:
+            module.compile(fullgraph=True)
+
+
+def graph_of(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """(the replay of a CUDA graph of a call, its output)."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph, (output,) = capture([call], 1)
+    torch.cuda.synchronize()
+    return graph.replay, output
+
+
+def configured(workload: Workload, name: str, stock: nn.Module, package, skip: list[str]) -> Run:
+    """The Run of a configuration, on the weights of `stock`."""
+    model = stock if name == "stock" else twin(stock)
+    if name.startswith("injected"):
+        report = package.inject_optimized_kernels(model, skip=skip)
+        if name == "injected":
+            print(report)
+    if name.endswith("compiled"):
+        workload.compile(model)
+    return (workload.graph if name == "injected_graph" else workload.run)(model)
+
+
+def times_of(args, runs: dict[str, Run], reasons: dict[str, str], rounds: int) -> dict[str, Times]:
+    """p10, median and p90 in us a unit of each run; `reasons` grows by those that fail."""
+    times = Bench(args.device, "step" if args.device == "cuda" else "clock", args.budget_ms, rounds).run(
+        {name: [run.call] for name, run in runs.items()},
+        lambda name, error: reasons.__setitem__(name, short(error)),
+        {name: run.before for name, run in runs.items()},
+    )
+    return {name: tuple(us / runs[name].units for us in spread) for name, spread in times.items()}
+
+
+def write(args, file: ResultFile, op: str, shape: list[int], names: list[str], times: dict, reasons: dict) -> None:
+    """The rows of one problem: a time or a reason of each configuration that has either."""
+    rows = [
+        row(op, shape, args.dtype_name, name, times.get(name), reason="" if name in times else reasons[name])
+        for name in names
+        if name in times or name in reasons
+    ]
+    if rows:
         file.replace(rows)
         show(rows)
-    if "split" in args.parts and args.device == "cuda":
-        split = {name: gpu_split(run) for name, run in calls.items()}
+
+
+def measure(args, package, file: ResultFile, workload: Workload, stock: nn.Module) -> None:
+    """Times of a workload and its split, each a group of rows."""
+    op, shape = workload.op, workload.shape
+    wanted = set(args.configurations)
+    known = file.candidates(op, shape, args.dtype_name).keys()
+    split = file.candidates(f"{op}:gpu", shape, args.dtype_name).keys()
+    time_it = workload.part in args.parts and not wanted <= known
+    split_it = "split" in args.parts and args.device == "cuda" and not wanted <= split
+    if not (time_it or split_it):
+        print(f"  {op} {shape}: there already")
+        return
+    # What is compared is of one run: what is known is measured again beside what is new.
+    names = [name for name in CONFIGURATIONS if name in wanted | known | split]
+    runs: dict[str, Run] = {}
+    reasons: dict[str, str] = {}
+    expected = None
+    for name in names:
+        try:
+            if name == "injected_graph" and args.device == "cpu":
+                raise RuntimeError("a CUDA graph needs a GPU")
+            run = configured(workload, name, stock, package, args.skip)
+            actual = run.check().double()
+            expected = actual if expected is None else expected
+            difference = ((actual - expected).norm() / expected.norm()).item()
+            print(f"  {name}: relative difference to {names[0]} {difference:.2e}", flush=True)
+            runs[name] = run
+        except Exception as error:  # out of memory, a graph break: the others are worth their time
+            reasons[name] = short(error)
+            print(f"  {name}: {reasons[name]}", flush=True)
+    if time_it:
+        times = times_of(args, runs, reasons, args.rounds)
+        write(args, file, op, shape, names, times, reasons)
+    if split_it:
+        splits: dict[str, dict[str, float]] = {}
+        for name, run in runs.items():
+            print(f"  {name}:")
+            try:
+                splits[name] = gpu_split(run)
+            except Exception as error:
+                reasons[name] = short(error)
         for kind in ("gpu", *KINDS, "other"):
-            rows = [
-                row(f"{op}:step:{kind}", shape, args.dtype, n, (s[kind],) * 3) for n, s in split.items() if s[kind] > 0
-            ]
-            if rows:
-                file.replace(rows)
-                show(rows)
-        for name, s in split.items():
-            print(f"  {name}: GPU time / (gemm + attention) = {s['gpu'] / (s['gemm'] + s['attention']):.3f}")
+            times = {name: (parts[kind],) * 3 for name, parts in splits.items() if parts[kind] > 0}
+            write(args, file, f"{op}:{kind}", shape, names, times, reasons if kind == "gpu" else {})
+        for name, parts in splits.items():
+            floor = parts["gemm"] + parts["attention"]
+            if floor:
+                print(f"  {name}: GPU time / (gemm + attention) = {parts['gpu'] / floor:.3f}")
+    torch._dynamo.reset()
 
 
-def gpu_split(run, steps: int = 3) -> dict[str, float]:
-    """us a step by kind of kernel, and the ten largest kernels on the screen."""
+def gpu_split(run: Run, calls: int = 2) -> dict[str, float]:
+    """us a unit by kind of kernel, and the largest kernels on the screen."""
     from torch.profiler import ProfilerActivity, profile
 
-    run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
-            run()
-        torch.cuda.synchronize()
     split = dict.fromkeys(("gpu", *KINDS, "other"), 0.0)
-    events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
-    for event in events:
-        kind = next((k for k, pattern in KINDS.items() if re.search(pattern, event.key, re.IGNORECASE)), "other")
-        split[kind] += event.self_device_time_total / steps
-        split["gpu"] += event.self_device_time_total / steps
-    for event in sorted(events, key=lambda e: -e.self_device_time_total)[:14]:
-        print(f"    {event.self_device_time_total / steps:10.1f} us {event.count / steps:6.0f}x  {event.key[:110]}")
+    largest: dict[str, list[float]] = {}
+    for _ in range(calls):
+        run.before()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            run.call()
+            torch.cuda.synchronize()
+        for event in profiler.key_averages():
+            us = event.self_device_time_total / calls / run.units
+            if us > 0:
+                split[kind_of(event.key)] += us
+                split["gpu"] += us
+                seen = largest.setdefault(event.key, [0.0, 0.0])
+                seen[0] += us
+                seen[1] += event.count / calls / run.units
+    for key, (us, count) in sorted(largest.items(), key=lambda item: -item[1][0])[:14]:
+        print(f"    {us:10.1f} us {count:6.0f}x  {key[:110]}")
     return split
 
 
+def kind_of(kernel: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
+
+
+# ---- workloads -------------------------------------------------------------------------------------------
+
+
+def randn_of(args, seed: int = 0) -> Callable[..., torch.Tensor]:
+    generator = torch.Generator(args.device).manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator, device=args.device).to(args.dtype)
+
+
+def forward(model: nn.Module, inputs: dict) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs, return_dict=False)[0]
+
+
+def graph_run(call: Callable[[], torch.Tensor]) -> Run:
+    replay, output = graph_of(call)
+
+    def check() -> torch.Tensor:
+        replay()
+        return output
+
+    return Run(replay, check)
+
+
+def step_workload(args, family: Family, op: str, model: nn.Module, frames: int) -> Workload:
+    inputs, shape = family.inputs(model.config, randn_of(args), {**args.sizes, "frames": frames})
+
+    def run(model: nn.Module) -> Run:
+        call = partial(forward, model, inputs)
+        return Run(call, call)
+
+    return Workload(
+        f"{op}:step",
+        "step",
+        shape,
+        run,
+        partial(compile_blocks, family),
+        lambda model: graph_run(partial(forward, model, inputs)),
+    )
+
+
+def token_ids(args, config, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, config.vocab_size, shape, generator=generator).to(args.device)
+
+
+def prefill_workload(args, family: Family, op: str, model: nn.Module) -> Workload:
+    sizes = args.sizes
+    inputs = {"input_ids": token_ids(args, model.config, sizes["batch"], sizes["length"])}
+    inputs |= {"use_cache": True, "logits_to_keep": 1}
+
+    def run(model: nn.Module) -> Run:
+        call = partial(forward, model, inputs)
+        return Run(call, call)
+
+    return Workload(
+        f"{op}:prefill",
+        "prefill",
+        [sizes["batch"], sizes["length"], model.config.hidden_size],
+        run,
+        lambda model: model.compile(dynamic=False),
+        lambda model: graph_run(partial(forward, model, inputs)),
+    )
+
+
+class Decoder:
+    """Greedy decoding of `tokens` tokens at batch 1, behind a prompt that stock code has read."""
+
+    def __init__(self, args, stock: nn.Module, model: nn.Module, cache: str):
+        self.stock, self.model, self.kind = stock, model, cache
+        self.length, self.tokens = args.sizes["prompt"], args.sizes["tokens"]
+        self.ids = token_ids(args, model.config, 1, self.length)
+        self.token = self.ids[:, -1:].clone()
+        self.cache = None
+        self.step = self.one_token
+
+    def before(self) -> None:
+        from transformers import DynamicCache, StaticCache
+
+        if self.kind == "dynamic":
+            self.cache = DynamicCache(config=self.model.config)
+        elif self.cache is None:
+            self.cache = StaticCache(config=self.model.config, max_cache_len=self.length + self.tokens + 8)
+        else:
+            self.cache.reset()
+        with torch.no_grad():
+            self.stock(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.token.copy_(self.ids[:, -1:])
+
+    def one_token(self) -> torch.Tensor:
+        with torch.no_grad():
+            # A no-op but where the compiled model runs in CUDA graphs, which would else keep its outputs alive.
+            torch.compiler.cudagraph_mark_step_begin()
+            logits = self.model(self.token, past_key_values=self.cache, use_cache=True).logits
+            self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        return logits
+
+    def call(self) -> None:
+        for _ in range(self.tokens):
+            self.step()
+
+    def check(self) -> torch.Tensor:
+        for _ in range(3):  # a compiled step captures its graph in the second
+            self.before()
+            logits = self.step()
+        return logits.clone()
+
+    def run(self) -> Run:
+        return Run(self.call, self.check, self.before, self.tokens)
+
+    def graphed(self) -> Run:
+        if self.kind == "dynamic":
+            raise RuntimeError("a dynamic cache grows: there is no graph of it")
+        self.before()
+        replay, logits = graph_of(self.one_token)
+
+        def step() -> torch.Tensor:
+            replay()
+            return logits
+
+        self.step = step
+        return self.run()
+
+
+def decode_workload(args, family: Family, op: str, stock: nn.Module, cache: str) -> Workload:
+    def compiled(model: nn.Module) -> None:
+        if cache == "dynamic":
+            raise RuntimeError("a dynamic cache grows: compiled models decode with a static one")
+        model.compile(mode="reduce-overhead" if args.device == "cuda" else "default")
+
+    return Workload(
+        f"{op}:decode[{cache} cache]",
+        "decode",
+        [1, args.sizes["prompt"], stock.config.hidden_size],
+        lambda model: Decoder(args, stock, model, cache).run(),
+        compiled,
+        lambda model: Decoder(args, stock, model, cache).graphed(),
+    )
+
+
+def workloads(args, family: Family, op: str, stock: nn.Module) -> list[Workload]:
+    """Those of the wanted parts; `split` alone is that of all."""
+    timed = {"step", "prefill", "decode"} & set(family.parts)
+    wanted = timed & set(args.parts) or (timed if "split" in args.parts else set())
+    made = []
+    if "step" in wanted:
+        made += [step_workload(args, family, op, stock, frames) for frames in args.sizes["frames"]]
+    if "prefill" in wanted:
+        made.append(prefill_workload(args, family, op, stock))
+    if "decode" in wanted:
+        made += [decode_workload(args, family, op, stock, cache) for cache in ("dynamic", "static")]
+    return made
+
+
+# ---- the other parts -------------------------------------------------------------------------------------
+
+
+def ltx_size(args):
+    return SIZES["tiny" if args.tiny else args.model.removeprefix("ltx-")]
+
+
+def time_calls(args, file: ResultFile, op: str, shape: list[int], calls: dict[str, Callable], rounds: int) -> None:
+    reasons: dict[str, str] = {}
+    times = times_of(args, {name: Run(call, call) for name, call in calls.items()}, reasons, rounds)
+    write(args, file, op, shape, list(calls), times, reasons)
+
+
 def measure_vae(args, package, file: ResultFile, frames: int) -> None:
-    pipe = random_pipeline(SIZES[args.model], args.device, args.dtype)
-    grid = ((frames - 1) // 8 + 1, args.height // 32, args.width // 32)
-    latents = torch.randn(1, pipe.vae.config.latent_channels, *grid, device=args.device).to(args.dtype)
+    pipe = random_pipeline(ltx_size(args), args.device, args.dtype)
+    grid = ((frames - 1) // 8 + 1, args.sizes["height"] // 32, args.sizes["width"] // 32)
+    latents = randn_of(args)(1, pipe.vae.config.latent_channels, *grid)
+    op = f"{args.prefix}ltx_vae:decode"
+    if len(file.candidates(op, latents.shape, args.dtype_name)) == 3:
+        print(f"  {op}: there already")
+        return
     variants = {"stock": pipe.vae}
     for name, skip in (("injected_no_format", "ltx_vae.conv"), ("injected", None)):
         variants[name] = copy.deepcopy(pipe.vae)
         package.inject_optimized_kernels(variants[name], skip=[*args.skip, *([skip] if skip else [])])
 
     def call(vae):
-        def run():
-            with torch.no_grad():
-                return vae.decode(latents, return_dict=False)[0]
+        with torch.no_grad():
+            return vae.decode(latents, return_dict=False)[0]
 
-        return run
-
-    calls = {name: call(vae) for name, vae in variants.items()}
-    times = times_of(calls, args.device, args.rounds, max(1, args.each // 3))
-    rows = [row("ltx_vae:decode", list(latents.shape), args.dtype, name, times[name]) for name in calls]
-    file.replace(rows)
-    show(rows)
+    calls = {name: partial(call, vae) for name, vae in variants.items()}
+    time_calls(args, file, op, list(latents.shape), calls, args.rounds)
     if args.device == "cuda":
         for name, run in calls.items():
             print(f"  {name}:")
-            gpu_split(run, steps=1)
+            gpu_split(Run(run, run), calls=1)
 
 
-def measure_accuracy(args, package, file: ResultFile) -> None:
-    """Of a step: RMS error over the RMS of the result, in the model's dtype against fp32 without TF32."""
+def measure_pipeline(args, package, file: ResultFile, family: Family, frames: int) -> None:
+    """All steps and the VAE, in one call of the pipeline."""
+    sizes = args.sizes
+    op, shape = f"{args.prefix}{family.op}:pipeline[{args.steps} steps]", [frames, sizes["height"], sizes["width"]]
+    names = [name for name in CONFIGURATIONS[:4] if name in args.configurations]
+    if set(names) <= file.candidates(op, shape, args.dtype_name).keys():
+        print(f"  {op} {shape}: there already")
+        return
+    pipe = random_pipeline(ltx_size(args), args.device, args.dtype)
+    prompt = random_prompt(ltx_size(args), args.device, args.dtype, length=sizes["text"])
+    arguments = {**prompt, "num_frames": frames, "height": sizes["height"], "width": sizes["width"]}
+    arguments |= {"num_inference_steps": args.steps, "output_type": "pt"}
+
+    def configuration(name: str) -> Callable:
+        parts = {**pipe.components}
+        if name != "stock":
+            parts |= {"transformer": twin(pipe.transformer), "vae": copy.deepcopy(pipe.vae)}
+        one = type(pipe)(**parts)
+        one.set_progress_bar_config(disable=True)
+        if name.startswith("injected"):
+            package.inject_optimized_kernels(one, skip=args.skip)
+        if name.endswith("compiled"):
+            compile_blocks(family, one.transformer)
+        return lambda: one(**arguments, generator=torch.Generator().manual_seed(0)).frames
+
+    calls = {name: configuration(name) for name in names}
+    time_calls(args, file, op, shape, calls, rounds=3)
+
+
+def measure_accuracy(args, package, file: ResultFile, family: Family) -> None:
+    """RMS error over the RMS of the result, in the model's dtype against fp32 without TF32."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    size = SIZES[args.model]
-    shallow = type(size)(size.name, {**size.transformer, "num_layers": 4}, size.vae, size.caption_channels)
-    pipe = random_pipeline(shallow, args.device, args.dtype, vae=False)
-    inputs = step_inputs(pipe, shallow, args.device, args.dtype, 25, args.height, args.width)
-    exact = copy.deepcopy(pipe.transformer).float()
-    cast = {n: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for n, v in inputs.items()}
-    with torch.no_grad():
-        reference = exact(**cast)[0]
-        rows = []
-        for name in ("stock", "injected"):
-            if name == "injected":
-                package.inject_optimized_kernels(pipe.transformer, skip=args.skip)
-            error = (pipe.transformer(**inputs)[0].float() - reference).norm() / reference.norm()
-            shape = list(inputs["hidden_states"].shape)
-            rows.append(row(f"ltx_video_{args.model}:accuracy", shape, args.dtype, name, None, error.item()))
+    config, _ = family.configured(args.tiny, ACCURATE_BLOCKS if family.depth else None)
+    model = family.build(config, args.device, args.dtype)
+    if family.inputs:
+        frames = min(args.sizes["frames"][0], 25)
+        inputs, shape = family.inputs(model.config, randn_of(args), {**args.sizes, "frames": frames})
+    else:
+        inputs = {"input_ids": token_ids(args, model.config, 1, min(512, args.sizes["length"]))}
+        shape = [*inputs["input_ids"].shape, model.config.hidden_size]
+    exact = copy.deepcopy(model).float()
+    reference = forward(
+        exact, tree_map(lambda v: v.float() if torch.is_tensor(v) and v.is_floating_point() else v, inputs)
+    )
+    del exact
+    rows = []
+    for name in ("stock", "injected"):
+        if name == "injected":
+            package.inject_optimized_kernels(model, skip=args.skip)
+        error = (forward(model, inputs).float() - reference).norm() / reference.norm()
+        known = {"error": error.item(), "reason": "an accuracy, not a time"}
+        rows.append(row(f"{args.prefix}{family.op}:accuracy", shape, args.dtype_name, name, **known))
     file.replace(rows)
     show(rows)
 
 
-def main() -> None:
+# ---- what to run -----------------------------------------------------------------------------------------
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--model", choices=("2b", "13b", "small", "tiny"), default="2b" if cuda else "tiny")
-    parser.add_argument("--frames", type=int, nargs="+", default=[49, 161] if cuda else [9])
-    parser.add_argument("--height", type=int, default=512 if cuda else 64)
-    parser.add_argument("--width", type=int, default=768 if cuda else 96)
-    parser.add_argument("--parts", default="step,split", help="of step, split, vae, accuracy")
+    parser.add_argument("--model", choices=FAMILIES, default="ltx-2b")
+    parser.add_argument(
+        "--parts",
+        help="a list of step, prefill, decode, split, vae, pipeline, accuracy (default: the timed ones and split)",
+    )
+    parser.add_argument("--configurations", default=",".join(CONFIGURATIONS if cuda else CONFIGURATIONS[:2]))
+    parser.add_argument("--frames", type=int, nargs="+", help="of a video model")
+    parser.add_argument("--height", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--depth", type=int, metavar="BLOCKS", help="fewer blocks; the rows say how many")
     parser.add_argument("--skip", action="append", default=[], help="a kind that is not injected")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--each", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=ROOT / ".build" / "e2e.json")
-    args = parser.parse_args()
-    args.parts = args.parts.split(",")
+    parser.add_argument("--steps", type=int, default=30 if cuda else 2, help="of the pipeline")
+    parser.add_argument("--budget-ms", type=float, default=2500 if cuda else 20, help="for each configuration")
+    parser.add_argument("--rounds", type=int, default=6 if cuda else 2)
+    parser.add_argument("--tiny", action="store_true", default=not cuda, help="tiny models (default without a GPU)")
+    parser.add_argument("--out", type=Path, help="the JSON (default: benchmarks/results/<chip>/e2e_<model>.json)")
+    parser.add_argument("--fresh", action="store_true", help="measure everything again")
+    args = parser.parse_args(argv)
+    family = FAMILIES[args.model]
+    default = [part for part in ("step", "prefill", "decode", "split") if part in family.parts]
+    args.parts = args.parts.split(",") if args.parts else default
+    unknown = set(args.parts) - set(family.parts)
+    if unknown:
+        parser.error(f"{args.model} has no {', '.join(sorted(unknown))}; it has {', '.join(family.parts)}")
+    args.configurations = args.configurations.split(",")
+    if unknown := set(args.configurations) - set(CONFIGURATIONS):
+        parser.error(f"no configuration is called {', '.join(sorted(unknown))}; there are {', '.join(CONFIGURATIONS)}")
     args.device, args.dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
+    args.dtype_name = NAMES[args.dtype]
+    args.prefix = "tiny_" if args.tiny else ""
+    args.sizes = dict(family.tiny_sizes if args.tiny else family.sizes)
+    args.sizes |= {
+        name: v for name in ("frames", "height", "width") if (v := getattr(args, name)) and name in args.sizes
+    }
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    family = FAMILIES[args.model]
     package = load_package()
-    file = ResultFile(args.out, header(package, args.device))
-    for frames in args.frames:
-        print(f"{SIZES[args.model].name}, {frames} frames of {args.height}x{args.width}")
-        if {"step", "split"} & set(args.parts):
-            measure_steps(args, package, file, frames)
+    out = args.out or default_out(args.device, f"e2e_{args.model}")
+    file = ResultFile(out, header(package, args.device), args.fresh)
+    config, depth = family.configured(args.tiny, args.depth)
+    op = args.prefix + family.op + depth
+    print(f"{family.title}{depth}, {'tiny' if args.tiny else 'as in ' + family.source}: {args.sizes}")
+    if {"step", "prefill", "decode", "split"} & set(args.parts):
+        stock = family.build(config, args.device, args.dtype)
+        for workload in workloads(args, family, op, stock):
+            measure(args, package, file, workload, stock)
+        del stock
+    for frames in args.sizes.get("frames", ()):
         if "vae" in args.parts:
             measure_vae(args, package, file, frames)
+        if "pipeline" in args.parts:
+            measure_pipeline(args, package, file, family, frames)
     if "accuracy" in args.parts:
-        measure_accuracy(args, package, file)
-    print(f"wrote {args.out}")
+        measure_accuracy(args, package, file, family)
+    if args.device == "cpu":
+        print(CPU_NOTE)
+    print(f"wrote {shown_path(out)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,7 +24,18 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 from _cases import ALL, DTYPES, OPS, SETS, Inputs, Op, Problem, outputs_of
-from _results import CPU_NOTE, TIMES, ResultFile, by_problem, columned, default_out, header, load_package, shown_path
+from _results import (
+    CPU_NOTE,
+    TIMES,
+    ResultFile,
+    by_problem,
+    columned,
+    default_out,
+    header,
+    load_package,
+    short,
+    shown_path,
+)
 from _timing import Bench, host_times, input_sets, method, spread
 
 PEERS = ("ours", "eager", "torch", "compile", "liger", "quack", "flashinfer")
@@ -48,11 +59,6 @@ def relative_error(actual: tuple, expected: tuple) -> float:
         error = ((a.double() - e).square().mean().sqrt() / e.square().mean().sqrt()).item()
         worst = max(worst, error if error == error else float("inf"))
     return worst
-
-
-def short(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"[:160]
 
 
 def is_absent(candidate: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -18,6 +19,7 @@ _cases = pytest.importorskip("_cases")
 micro = pytest.importorskip("micro")
 benchmark_rmsnorm = pytest.importorskip("benchmark_rmsnorm")
 compare = pytest.importorskip("compare")
+_models = pytest.importorskip("_models")
 
 
 @pytest.fixture
@@ -202,3 +204,144 @@ def test_compare_refuses_what_is_no_result(tmp_path):
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(SystemExit, match="is not a result"):
         compare.main([str(tmp_path / "bad.json"), str(tmp_path / "bad.json")])
+
+
+# ---- e2e.py
+
+
+@pytest.fixture
+def e2e(k, tmp_path, monkeypatch):
+    """Run e2e.py in this process on tiny models; returns the result that it wrote."""
+    pytest.importorskip("diffusers")
+    pytest.importorskip("transformers")
+    module = pytest.importorskip("e2e")
+    monkeypatch.setattr(module, "load_package", lambda: k)
+    out = tmp_path / "e2e.json"
+
+    def run(*arguments):
+        command = ["--tiny", "--budget-ms", "1", "--rounds", "1", "--out", str(out), *arguments]
+        assert module.main(command) == 0
+        result = json.loads(out.read_text())
+        assert not _results.problems(result)
+        return result
+
+    run.module = module
+    return run
+
+
+def candidates(result, op) -> dict[str, dict]:
+    return {row["candidate"]: row for row in result["rows"] if row["op"] == op}
+
+
+@pytest.mark.parametrize("model", list(_models.FAMILIES))
+def test_every_family_is_measured_and_agrees_with_stock(e2e, model, capsys):
+    family = _models.FAMILIES[model]
+    timed = [part for part in ("step", "prefill", "decode") if part in family.parts]
+    parts = ",".join([*timed, "accuracy"])
+    result = e2e("--model", model, "--parts", parts, "--configurations", "stock,injected")
+    ops = {row["op"] for row in result["rows"]}
+    name = f"tiny_{family.op}"
+    decodes = {f"{name}:decode[{cache} cache]" for cache in ("dynamic", "static")} if "decode" in timed else set()
+    assert ops == decodes | {f"{name}:{part}" for part in [*timed, "accuracy"] if part != "decode"}
+    for op in ops - {f"{name}:accuracy"}:
+        assert all(row["us_median"] for row in candidates(result, op).values()), op
+    differences = re.findall(r"injected: relative difference to stock (\S+)", capsys.readouterr().out)
+    assert len(differences) == len(ops) - 1
+    assert all(float(d) < (1e-4 if not torch.cuda.is_available() else 5e-2) for d in differences)
+    errors = {n: row["error_fp64"] for n, row in candidates(result, f"{name}:accuracy").items()}
+    assert errors["injected"] < (1e-4 if not torch.cuda.is_available() else 5e-2)
+
+
+#: Billions of parameters as the model cards give them.
+PARAMETERS = {
+    **{"ltx-2b": 1.9, "ltx-13b": 13.0, "flux": 11.9, "sdxl": 2.57, "sd35-large": 8.06, "wan-1.3b": 1.42},
+    **{"hunyuan-video": 12.8, "cogvideox-5b": 5.57, "qwen-image": 20.4, "llama-3-8b": 8.03, "qwen3-8b": 8.19},
+}
+
+
+@pytest.mark.parametrize("model", list(_models.FAMILIES))
+def test_the_true_size_has_the_parameters_of_the_released_model(model):
+    pytest.importorskip("diffusers")
+    pytest.importorskip("transformers")
+    family = _models.FAMILIES[model]
+    config, depth = family.configured(False, None)
+    built = family.build(config, "meta", torch.bfloat16)
+    assert depth == ""
+    assert sum(p.numel() for p in built.parameters()) / 1e9 == pytest.approx(PARAMETERS[model], rel=0.02)
+
+
+def test_a_reduced_depth_stands_in_the_rows(e2e):
+    result = e2e("--model", "flux", "--parts", "step", "--depth", "2", "--configurations", "stock")
+    assert {row["op"] for row in result["rows"]} == {"tiny_flux_1[2 of 3 blocks]:step"}
+    with pytest.raises(SystemExit, match="has no depth"):
+        e2e("--model", "sdxl", "--parts", "step", "--depth", "2")
+
+
+def test_a_configuration_that_fails_is_a_row_with_its_reason(e2e, monkeypatch, k):
+    class Broken:
+        __file__ = k.__file__
+
+        @staticmethod
+        def inject_optimized_kernels(model, skip):
+            raise torch.OutOfMemoryError("needs 5 GiB")
+
+    monkeypatch.setattr(e2e.module, "load_package", lambda: Broken)
+    rows = candidates(e2e("--parts", "step", "--configurations", "stock,injected"), "tiny_ltx_video_2b:step")
+    assert rows["stock"]["us_median"] > 0
+    assert rows["injected"]["reason"] == "OutOfMemoryError: needs 5 GiB"
+
+
+def test_a_configuration_that_fails_while_it_is_timed_leaves_the_others():
+    calls = []
+
+    def fails_later():
+        calls.append(0)
+        if len(calls) > 4:
+            raise torch.OutOfMemoryError("at last")
+
+    reasons = {}
+    bench = _timing.Bench("cpu", "clock", budget_ms=1, rounds=3)
+    run = {"good": [lambda: None], "bad": [fails_later]}
+    times = bench.run(run, lambda name, error: reasons.__setitem__(name, str(error)))
+    assert set(times) == {"good"} and reasons == {"bad": "at last"}
+
+
+def test_e2e_goes_on_where_it_stopped(e2e):
+    arguments = ("--parts", "step", "--configurations")
+    first = e2e(*arguments, "stock")
+    assert e2e(*arguments, "stock")["rows"] == first["rows"], "nothing is measured twice"
+    both = e2e(*arguments, "injected")
+    assert {row["candidate"] for row in both["rows"]} == {"stock", "injected"}
+    assert candidates(both, "tiny_ltx_video_2b:step")["stock"] != first["rows"][0], "compared inside one run"
+
+
+def test_vae_and_pipeline_of_ltx_video(e2e):
+    result = e2e("--parts", "vae,pipeline", "--configurations", "stock,injected", "--steps", "2")
+    assert set(candidates(result, "tiny_ltx_vae:decode")) == {"stock", "injected_no_format", "injected"}
+    assert set(candidates(result, "tiny_ltx_video_2b:pipeline[2 steps]")) == {"stock", "injected"}
+    assert all(row["us_median"] for row in result["rows"])
+
+
+def test_a_part_or_configuration_that_does_not_exist_is_an_error(e2e, capsys):
+    for wrong in (("--model", "flux", "--parts", "vae"), ("--configurations", "fast")):
+        with pytest.raises(SystemExit):
+            e2e(*wrong)
+        assert re.search("has no vae|is called fast", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void ltx_kernels::norm::forward<__nv_bfloat16, 2>(Params)", "ours"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_bias_TNT", "gemm"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "gemm"),
+        ("std::enable_if<true, void>::type internal::gemvx::kernel<int, int, __nv_bfloat16>", "gemm"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "gemm"),
+        ("triton_poi_fused_add_mul_3", "other"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>", "other"),
+    ],
+)
+def test_kernels_are_told_apart_by_their_names(e2e, kernel, kind):
+    assert e2e.module.kind_of(kernel) == kind
