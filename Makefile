@@ -21,7 +21,7 @@ endif
 CPP_SOURCES = $(shell find kernel_src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 PTXAS_REPORT ?= .build/ptxas.tsv
 
-.PHONY: help setup nvcc build build-cpu build-cuda ptxas-report demo test lint format bench clean
+.PHONY: help setup nvcc build build-cpu build-cuda ptxas-report demo test lint format bench plots clean
 
 help:
 	@echo 'make setup       the Python environment in $(VENV)'
@@ -30,7 +30,8 @@ help:
 	@echo 'make demo        LTX-Video, stock against injected'
 	@echo 'make test        all tests (ARGS="-k rope" to choose)'
 	@echo 'make lint        ruff and clang-format, as CI runs them; `make format` applies them'
-	@echo 'make bench       the micro-benchmarks'
+	@echo 'make bench       the micro-benchmarks (ARGS="--set host" to choose); other benchmarks: benchmarks/README.md'
+	@echo 'make plots       the pictures of the README, from the committed results'
 
 setup: $(READY)
 
@@ -79,6 +80,9 @@ format: $(READY)
 
 bench: build
 	$(PY) benchmarks/micro.py $(ARGS)
+
+plots: $(READY)
+	$(PY) benchmarks/plots.py $(ARGS)
 
 clean:
 	rm -rf .build build

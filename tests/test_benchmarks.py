@@ -345,3 +345,94 @@ def test_a_part_or_configuration_that_does_not_exist_is_an_error(e2e, capsys):
 )
 def test_kernels_are_told_apart_by_their_names(e2e, kernel, kind):
     assert e2e.module.kind_of(kernel) == kind
+
+
+# ---- plots.py
+
+
+@pytest.fixture
+def plots():
+    pytest.importorskip("matplotlib")
+    import plots
+
+    return plots
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of #rrggbb (WCAG 2)."""
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_are_legible_on_the_background_of_the_pictures(plots):
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast(plots.TEXT, plots.BACKGROUND) >= 7
+    assert all(contrast(color, plots.BACKGROUND) >= 3 for color, _ in plots.STYLE.values())
+    # Candidates of one picture differ in both.
+    for names in (micro.PEERS, ("stock", "compiled", "injected", "injected_compiled", "injected_graph")):
+        assert (
+            len({plots.STYLE[name][0] for name in names}) == len({plots.STYLE[name][1] for name in names}) == len(names)
+        )
+
+
+def test_readme_pictures_are_drawn_from_the_committed_results(plots, tmp_path):
+    """`make plots` after a result has changed."""
+    import matplotlib
+
+    pinned = re.search(r"^matplotlib==(\S+)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)[1]
+    if matplotlib.__version__ != pinned:
+        pytest.skip(f"matplotlib {matplotlib.__version__} draws a little differently than {pinned}")
+    shown = re.findall(r"\(docs/images/(\w+)\.svg\)", (ROOT / "README.md").read_text())
+    assert sorted(shown) == sorted(plots.README) and len(shown) == 2
+    for name, (kind, paths) in plots.README.items():
+        (drawn,) = plots.draw(kind, [ROOT / path for path in paths], name, tmp_path, ("svg",))
+        committed = plots.IMAGES / drawn.name
+        assert committed.stat().st_size < 100_000
+        assert drawn.read_text() == committed.read_text(), f"{committed.name} is not that of {paths}: run `make plots`"
+
+
+def test_every_kind_of_picture_names_units_device_and_date(plots, tmp_path, monkeypatch):
+    monkeypatch.setitem(plots.RC, "svg.fonttype", "none")  # text as text
+    rows = []
+    for candidate, us, error in (
+        ("copy", 8.0, None),
+        ("ours", 10.0, 1e-3),
+        ("eager", 45.0, 2e-3),
+        ("quack", None, None),
+    ):
+        reason = {"reason": "quack is not installed"} if us is None else {}
+        times = dict.fromkeys(_results.TIMES, us)
+        problem = {"op": "rms_norm", "shape": [512, 2048], "dtype": "bf16", "candidate": candidate}
+        rows.append({**problem, **times, "bytes": 4194304, "copy_us": 8.0, "error_fp64": error, **reason})
+    for op, candidate, us in (
+        *(("flux_1:step", "stock", 2e5), ("flux_1:step", "injected", 1.5e5), ("flux_1:step", "compiled", None)),
+        *(("flux_1:step:gemm", "injected", 9e4), ("flux_1:step:attention", "injected", 3e4)),
+        ("llama_3_8b:decode[static cache]", "stock", 2e4),
+    ):
+        times, reason = dict.fromkeys(_results.TIMES, us), {"reason": "OutOfMemoryError: much"} if us is None else {}
+        problem = {"op": op, "shape": [1, 64, 64], "dtype": "bf16", "candidate": candidate}
+        rows.append({**problem, **times, "bytes": 0, "copy_us": None, "error_fp64": None, **reason})
+    file = tmp_path / "one.json"
+    file.write_text(_results.dump({**result(), "rows": rows}))
+    assert plots.main([str(file), "--out", str(tmp_path)]) == 0
+    said = {kind: (tmp_path / f"one_{kind}.svg").read_text() for kind in plots.KINDS}
+    for text in said.values():
+        assert "NVIDIA H200, torch 2.11, 2026-11-30" in text and "one.json" in text
+    assert "GB/s" in said["bandwidth"] and "copy of as many bytes" in said["bandwidth"] and "eager" in said["bandwidth"]
+    assert "floor 120 ms" in said["e2e"] and "150 ms" in said["e2e"] and "20 ms" in said["e2e"]
+    assert "ms a token" in said["e2e"] and said["e2e"].count("compiled") == 0, "a bar that has no time"
+    assert "RMS error" in said["error"] and "rms_norm, bf16" in said["error"]
+    assert all((tmp_path / f"one_{kind}.png").stat().st_size > 1000 for kind in plots.KINDS)
+
+
+def test_a_result_without_anything_to_draw_is_no_picture(plots, tmp_path):
+    file = tmp_path / "host.json"
+    file.write_text(_results.dump(result(**{"rms_norm:host": (1.0, 1.0, 1.0)})))
+    assert plots.main([str(file), "--out", str(tmp_path)]) == 1
+    assert not list(tmp_path.glob("*.png"))
