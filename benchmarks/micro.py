@@ -292,9 +292,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--host", action=argparse.BooleanOptionalAction, default=True, help="the problems of the host's time too"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="the JSON (default: benchmarks/results/<chip>/<sets>.json)")
+    parser.add_argument(
+        "--out", type=Path, help="the JSON (default: benchmarks/results/<chip>/<set>.json, all.json of all)"
+    )
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     args = parser.parse_args(argv)
+    args.name = "-".join(args.set or ["smoke" if args.device == "cpu" else "all"])
     if not args.set:
         args.set = ["smoke"] if args.device == "cpu" else [name for name in SETS if name != "smoke"]
     return args
@@ -306,7 +309,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     torch.manual_seed(0)
     torch._functorch.config.donated_buffer = False  # a compiled backward that may run more than once
     package = load_package()
-    out = args.out or default_out(args.device, "-".join(args.set))
+    out = args.out or default_out(args.device, args.name)
     file = ResultFile(out, header(package, args.device), args.fresh)
     runner = Runner(package, args.device, args)
     problems = chosen(args, package)

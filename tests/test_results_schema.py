@@ -72,6 +72,7 @@ BAD = {
     "a median outside its spread": changed_row(us_median=4.0),
     "no time and no reason": changed_row(us_p10=None, us_median=None, us_p90=None),
     "a time of zero": changed_row(us_p10=0.0),
+    "a minimum above its p10": changed_row(us_min=1.5),
     "an error that is no number": changed_row(error_fp64=float("nan")),
     "bytes in words": changed_row(bytes="4 KiB"),
     "the same row twice": changed(rows=GOOD["rows"] * 2),
