@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 from _models import FAMILIES, Family
-from _results import CPU_NOTE, ROOT, TIMES, ResultFile, default_out, header, load_package, short, shown_path
+from _results import CPU_NOTE, ROOT, TIMES, ResultFile, columned, default_out, header, load_package, short, shown_path
 from _timing import Bench, Times, capture, nothing
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -49,6 +49,8 @@ KINDS = {
 }
 CONFIGURATIONS = ("stock", "injected", "compiled", "injected_compiled", "injected_graph")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+#: Two roundings of one model differ by some hundredths after its last block; more than this is another model.
+WRONG = 0.5
 #: Blocks of the model whose accuracy is measured: its fp32 copy must fit beside it.
 ACCURATE_BLOCKS = 4
 
@@ -89,7 +91,7 @@ def row(op: str, shape: list[int], dtype: str, candidate: str, times=None, error
 
 def show(rows: list[dict]) -> None:
     for r in rows:
-        value = f"{r['us_median'] / 1e3:10.3f} ms" if r["us_median"] else r["reason"]
+        value = f"{r['us_median'] / 1e3:10.3f} ms (p10 {r['us_p10'] / 1e3:.3f})" if r["us_median"] else r["reason"]
         if r["us_median"] and ":decode[" in r["op"]:
             value += f"  {1e6 / r['us_median']:.1f} tokens/s"
         if r["error_fp64"] is not None:
@@ -157,7 +159,16 @@ def write(args, file: ResultFile, op: str, shape: list[int], names: list[str], t
     ]
     if rows:
         file.replace(rows)
-        show(rows)
+
+
+def split_table(splits: dict[str, dict[str, float]]) -> str:
+    """GPU time in ms of each configuration by kind, and what it is in floors of its own."""
+    lines = [["  GPU ms", *next(iter(splits.values()), {}), "gpu/floor"]]
+    for name, parts in splits.items():
+        floor = parts["gemm"] + parts["attention"]
+        cells = [f"{us / 1e3:.3f}" for us in parts.values()]
+        lines.append([f"  {name}", *cells, f"{parts['gpu'] / floor:.3f}" if floor else "-"])
+    return columned(lines, left=1)
 
 
 def measure(args, package, file: ResultFile, workload: Workload, stock: nn.Module) -> None:
@@ -185,6 +196,8 @@ def measure(args, package, file: ResultFile, workload: Workload, stock: nn.Modul
             expected = actual if expected is None else expected
             difference = ((actual - expected).norm() / expected.norm()).item()
             print(f"  {name}: relative difference to {names[0]} {difference:.2e}", flush=True)
+            if expected.isfinite().all() and not difference < WRONG:
+                raise RuntimeError(f"wrong: relative difference {difference:.1e} to {names[0]}")
             runs[name] = run
         except Exception as error:  # out of memory, a graph break: the others are worth their time
             reasons[name] = short(error)
@@ -192,6 +205,7 @@ def measure(args, package, file: ResultFile, workload: Workload, stock: nn.Modul
     if time_it:
         times = times_of(args, runs, reasons, args.rounds)
         write(args, file, op, shape, names, times, reasons)
+        show(list(file.candidates(op, shape, args.dtype_name).values()))
     if split_it:
         splits: dict[str, dict[str, float]] = {}
         for name, run in runs.items():
@@ -203,10 +217,7 @@ def measure(args, package, file: ResultFile, workload: Workload, stock: nn.Modul
         for kind in ("gpu", *KINDS, "other"):
             times = {name: (parts[kind],) * 3 for name, parts in splits.items() if parts[kind] > 0}
             write(args, file, f"{op}:{kind}", shape, names, times, reasons if kind == "gpu" else {})
-        for name, parts in splits.items():
-            floor = parts["gemm"] + parts["attention"]
-            if floor:
-                print(f"  {name}: GPU time / (gemm + attention) = {parts['gpu'] / floor:.3f}")
+        print(split_table(splits), flush=True)
     torch._dynamo.reset()
 
 
@@ -403,6 +414,7 @@ def time_calls(args, file: ResultFile, op: str, shape: list[int], calls: dict[st
     reasons: dict[str, str] = {}
     times = times_of(args, {name: Run(call, call) for name, call in calls.items()}, reasons, rounds)
     write(args, file, op, shape, list(calls), times, reasons)
+    show(list(file.candidates(op, shape, args.dtype_name).values()))
 
 
 def measure_vae(args, package, file: ResultFile, frames: int) -> None:

@@ -291,6 +291,20 @@ def test_a_configuration_that_fails_is_a_row_with_its_reason(e2e, monkeypatch, k
     assert rows["injected"]["reason"] == "OutOfMemoryError: needs 5 GiB"
 
 
+def test_a_model_that_injection_breaks_is_not_timed(e2e, monkeypatch, k):
+    class Broken:
+        __file__ = k.__file__
+
+        @staticmethod
+        def inject_optimized_kernels(model, skip):
+            model.proj_out.forward = lambda x: x.new_zeros(*x.shape[:-1], model.proj_out.out_features)
+
+    monkeypatch.setattr(e2e.module, "load_package", lambda: Broken)
+    rows = candidates(e2e("--parts", "step", "--configurations", "stock,injected"), "tiny_ltx_video_2b:step")
+    assert rows["stock"]["us_median"] > 0
+    assert rows["injected"]["reason"].startswith("RuntimeError: wrong: relative difference 1.0e+00")
+
+
 def test_a_configuration_that_fails_while_it_is_timed_leaves_the_others():
     calls = []
 
@@ -436,3 +450,30 @@ def test_a_result_without_anything_to_draw_is_no_picture(plots, tmp_path):
     file.write_text(_results.dump(result(**{"rms_norm:host": (1.0, 1.0, 1.0)})))
     assert plots.main([str(file), "--out", str(tmp_path)]) == 1
     assert not list(tmp_path.glob("*.png"))
+
+
+# ---- what the documents say
+
+
+def documented() -> list[str]:
+    """The commands in benchmarks/README.md and docs/performance.md that run micro.py, benchmark_rmsnorm.py or e2e.py."""
+    texts = [
+        (ROOT / page).read_text() for page in ("benchmarks/README.md", "docs/performance.md") if (ROOT / page).is_file()
+    ]
+    found = re.findall(
+        r"(?:python benchmarks/|gpu_slice.sh \d+ )((?:micro|e2e|benchmark_rmsnorm)\.py[^`#\n]*)", "\n".join(texts)
+    )
+    return sorted({command.strip() for command in found})
+
+
+@pytest.mark.parametrize("command", documented())
+def test_documented_commands_are_understood(command):
+    script, *words = command.replace("<model>", "flux").split()
+    module = pytest.importorskip("e2e") if script == "e2e.py" else micro
+    module.arguments(words)
+
+
+def test_every_set_and_every_model_is_documented():
+    commands = " ".join(documented()) + (ROOT / "docs" / "performance.md").read_text()
+    assert not [name for name in _cases.SETS if name not in ("smoke", "classic") and f"--set {name}" not in commands]
+    assert not [name for name in _models.FAMILIES if name not in commands]
