@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from test_results_schema import GOOD
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 _results = pytest.importorskip("_results", reason="benchmarks/ is not there (a Nix build has only tests/)")
@@ -79,6 +80,52 @@ def test_host_rows_have_their_minimum(bench):
     assert set(rows) == {"ours", "torch"}
     assert all(0 < row["us_min"] <= row["us_p10"] for row in rows.values())
     assert rows["ours"]["op"] == "rms_norm:host"
+
+
+# ---- candidates
+
+
+@pytest.mark.parametrize("op", list(micro.OPS))
+def test_every_op_is_measured_right(k, bench, op, capsys):
+    """Ours and eager agree with fp64: the formula, the call and the shapes of each case fit together."""
+    if not hasattr(k, micro.OPS[op].needs):
+        pytest.skip(f"the package has no {micro.OPS[op].needs} yet")
+    shape = {"rope": "2,12,4,64", "qk_norm_rope": "2,12,4,64", "rope_3d": "2,64,4,64", "pixel_norm_silu": "2,8,3,4,5"}
+    result = bench("--op", op, "--shape", shape.get(micro.OPS[op].needs, "2,12,64"), "--peer", "eager", "--fresh")
+    rows = {row["candidate"]: row for row in result["rows"] if row["op"] == op}
+    assert set(rows) == {"copy", "ours", "eager"}
+    assert all("reason" not in row for row in rows.values()), rows
+    assert rows["ours"]["error_fp64"] <= rows["eager"]["error_fp64"] * 1.01
+    assert "CPU figures are not GPU figures" in capsys.readouterr().out
+
+
+def test_an_absent_peer_is_written_down(bench):
+    result = bench("--op", "rms_norm", "--shape", "4,64", "--peer", "flashinfer")
+    row = next(row for row in result["rows"] if row["candidate"] == "flashinfer")
+    if micro.is_absent("flashinfer"):
+        assert row["us_median"] is None and row["reason"] == "flashinfer is not installed"
+
+
+def test_a_wrong_candidate_is_marked_and_not_timed(k, bench, monkeypatch):
+    class Wrong:
+        rms_norm = staticmethod(lambda x, weight, eps: k.rms_norm(x, None, eps))
+        __file__ = k.__file__
+
+    monkeypatch.setattr(micro, "load_package", lambda: Wrong)
+    result = bench("--op", "rms_norm", "--shape", "16,64", "--peer", "eager")
+    row = next(row for row in result["rows"] if row["candidate"] == "ours")
+    assert row["us_median"] is None and row["reason"].startswith("wrong: error")
+
+
+def test_a_run_goes_on_where_it_stopped(bench):
+    arguments = ("--op", "rms_norm", "--shape", "4,64", "--peer", "eager")
+    first = bench(*arguments)
+    assert bench(*arguments)["rows"] == first["rows"], "nothing is measured twice"
+    more = bench(*arguments, "--peer", "torch")
+    assert {row["candidate"] for row in more["rows"]} == {"copy", "ours", "eager", "torch"}
+    assert more["rows"] != first["rows"], "a new candidate is measured beside all others"
+    fresh = bench(*arguments, "--fresh")
+    assert {row["candidate"] for row in fresh["rows"]} == {"copy", "ours", "eager"}
 
 
 # ---- the problems
@@ -159,18 +206,14 @@ def test_classic_table_runs_on_the_cpu_and_says_so(k, tmp_path, monkeypatch, cap
 # ---- compare.py
 
 
-def result(device="NVIDIA H200", **times) -> dict:
+def result(device=GOOD["device"], **times) -> dict:
     """A result with one row of each given (p10, median, p90), or of each reason."""
     rows = []
     for op, spread in times.items():
         reason = {"reason": spread} if isinstance(spread, str) else {}
         spread = (None,) * 3 if reason else spread
-        row = {"op": op, "shape": [4, 64], "dtype": "bf16", "candidate": "ours", **dict(zip(_results.TIMES, spread))}
-        rows.append({**row, "bytes": 1024, "copy_us": 1.0, "error_fp64": 1e-3, **reason})
-    return {
-        **{"device": device, "driver": "580", "torch": "2.11", "cuda": "13.0", "date": "2026-11-30T10:00:00Z"},
-        **{"commit": "0" * 40, "library_sha256": "0" * 64, "command": "python benchmarks/micro.py", "rows": rows},
-    }
+        rows.append({**GOOD["rows"][0], "op": op, **dict(zip(_results.TIMES, spread)), **reason})
+    return {**GOOD, "device": device, "rows": rows}
 
 
 OLD = result(steady=(9.9, 10.0, 10.1), noisy=(9.0, 10.0, 13.0), quick=(1.0, 1.0, 1.0))
@@ -437,7 +480,7 @@ def test_every_kind_of_picture_names_units_device_and_date(plots, tmp_path, monk
     assert plots.main([str(file), "--out", str(tmp_path)]) == 0
     said = {kind: (tmp_path / f"one_{kind}.svg").read_text() for kind in plots.KINDS}
     for text in said.values():
-        assert "NVIDIA H200, torch 2.11, 2026-11-30" in text and "one.json" in text
+        assert "NVIDIA H200, torch 2.11.0+cu130, 2026-11-30" in text and "one.json" in text
     assert "GB/s" in said["bandwidth"] and "copy of as many bytes" in said["bandwidth"] and "eager" in said["bandwidth"]
     assert "floor 120 ms" in said["e2e"] and "150 ms" in said["e2e"] and "20 ms" in said["e2e"]
     assert "ms a token" in said["e2e"] and said["e2e"].count("compiled") == 0, "a bar that has no time"
@@ -456,7 +499,7 @@ def test_a_result_without_anything_to_draw_is_no_picture(plots, tmp_path):
 
 
 def documented() -> list[str]:
-    """The commands in benchmarks/README.md and docs/performance.md that run micro.py, benchmark_rmsnorm.py or e2e.py."""
+    """The commands of benchmarks/README.md and docs/performance.md that measure."""
     texts = [
         (ROOT / page).read_text() for page in ("benchmarks/README.md", "docs/performance.md") if (ROOT / page).is_file()
     ]
