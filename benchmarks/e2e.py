@@ -47,6 +47,8 @@ KINDS = {
     "attention": r"flash|fmha|attention|sdpa",
     "gemm": r"gemm|gemv|cutlass|nvjet|xmma|splitk|cublas|wgmma|triton_tem|convolve",
 }
+#: Inductor names its pointwise kernels after the ops around them: triton_poi_fused__scaled_dot_product_attention_3.
+POINTWISE = r"triton_(?!tem)"
 CONFIGURATIONS = ("stock", "injected", "compiled", "injected_compiled", "injected_graph")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Two roundings of one model differ by some hundredths after its last block; more than this is another model.
@@ -247,6 +249,8 @@ def gpu_split(run: Run, calls: int = 2) -> dict[str, float]:
 
 
 def kind_of(kernel: str) -> str:
+    if re.match(POINTWISE, kernel):
+        return "other"
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
@@ -410,36 +414,47 @@ def ltx_size(args):
     return SIZES["tiny" if args.tiny else args.model.removeprefix("ltx-")]
 
 
-def time_calls(args, file: ResultFile, op: str, shape: list[int], calls: dict[str, Callable], rounds: int) -> None:
+def time_calls(args, file: ResultFile, op: str, shape: list[int], make: dict[str, Callable], rounds: int) -> dict:
+    """Measures and writes what each of `make` returns, a call without arguments; the runs that succeeded."""
+    runs: dict[str, Run] = {}
     reasons: dict[str, str] = {}
-    times = times_of(args, {name: Run(call, call) for name, call in calls.items()}, reasons, rounds)
-    write(args, file, op, shape, list(calls), times, reasons)
+    for name, maker in make.items():
+        try:
+            call = maker()
+            runs[name] = Run(call, call)
+        except Exception as error:
+            reasons[name] = short(error)
+    times = times_of(args, runs, reasons, rounds)
+    write(args, file, op, shape, list(make), times, reasons)
     show(list(file.candidates(op, shape, args.dtype_name).values()))
+    return {name: runs[name] for name in times}
 
 
 def measure_vae(args, package, file: ResultFile, frames: int) -> None:
     pipe = random_pipeline(ltx_size(args), args.device, args.dtype)
     grid = ((frames - 1) // 8 + 1, args.sizes["height"] // 32, args.sizes["width"] // 32)
     latents = randn_of(args)(1, pipe.vae.config.latent_channels, *grid)
-    op = f"{args.prefix}ltx_vae:decode"
-    if len(file.candidates(op, latents.shape, args.dtype_name)) == 3:
-        print(f"  {op}: there already")
+    skips = {"stock": None, "injected_no_format": ["ltx_vae.conv"], "injected": []}
+    op, shape = f"{args.prefix}ltx_vae:decode", list(latents.shape)
+    if skips.keys() <= file.candidates(op, shape, args.dtype_name).keys():
+        print(f"  {op} {shape}: there already")
         return
-    variants = {"stock": pipe.vae}
-    for name, skip in (("injected_no_format", "ltx_vae.conv"), ("injected", None)):
-        variants[name] = copy.deepcopy(pipe.vae)
-        package.inject_optimized_kernels(variants[name], skip=[*args.skip, *([skip] if skip else [])])
 
-    def call(vae):
+    def decode(vae):
         with torch.no_grad():
             return vae.decode(latents, return_dict=False)[0]
 
-    calls = {name: partial(call, vae) for name, vae in variants.items()}
-    time_calls(args, file, op, list(latents.shape), calls, args.rounds)
+    def configuration(skip: list[str] | None) -> Callable:
+        vae = pipe.vae
+        if skip is not None:
+            vae = copy.deepcopy(vae)
+            package.inject_optimized_kernels(vae, skip=[*args.skip, *skip])
+        return partial(decode, vae)
+
+    make = {name: partial(configuration, skip) for name, skip in skips.items()}
+    runs = time_calls(args, file, op, shape, make, args.rounds)
     if args.device == "cuda":
-        for name, run in calls.items():
-            print(f"  {name}:")
-            gpu_split(Run(run, run), calls=1)
+        print(split_table({name: gpu_split(run, calls=1) for name, run in runs.items()}))
 
 
 def measure_pipeline(args, package, file: ResultFile, family: Family, frames: int) -> None:
@@ -467,8 +482,7 @@ def measure_pipeline(args, package, file: ResultFile, family: Family, frames: in
             compile_blocks(family, one.transformer)
         return lambda: one(**arguments, generator=torch.Generator().manual_seed(0)).frames
 
-    calls = {name: configuration(name) for name in names}
-    time_calls(args, file, op, shape, calls, rounds=3)
+    time_calls(args, file, op, shape, {name: partial(configuration, name) for name in names}, rounds=3)
 
 
 def measure_accuracy(args, package, file: ResultFile, family: Family) -> None:

@@ -396,7 +396,8 @@ def test_a_part_or_configuration_that_does_not_exist_is_an_error(e2e, capsys):
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "gemm"),
         ("std::enable_if<true, void>::type internal::gemvx::kernel<int, int, __nv_bfloat16>", "gemm"),
         ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "gemm"),
-        ("triton_poi_fused_add_mul_3", "other"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_add_mul_3", "other"),
+        ("triton_tem_fused_addmm_1", "gemm"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>", "other"),
     ],
 )
