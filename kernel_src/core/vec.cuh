@@ -84,14 +84,22 @@ __device__ __forceinline__ void store_elements(T* target, const Vec<T, kSize>& v
 
 template <typename T, int kSize>
 __device__ __forceinline__ void to_floats(const Vec<T, kSize>& vector, float (&values)[kSize]) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16> && kSize % 2 == 0) {
-    // Pairs as words: element by element the compiler unpacks early, and holds twice the registers.
+  if constexpr (!std::is_same_v<T, float> && kSize % 2 == 0) {
+    // Pairs as words: element by element the compiler unpacks early, holds bf16 in twice the registers, and sorts fp16
+    // into other pairs.
 #pragma unroll
     for (int i = 0; i < kSize; i += 2) {
       uint32_t word;
       memcpy(&word, &vector.value[i], sizeof(word));
-      values[i] = __uint_as_float(word << 16);
-      values[i + 1] = __uint_as_float(word & 0xffff0000u);
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        values[i] = __uint_as_float(word << 16);
+        values[i + 1] = __uint_as_float(word & 0xffff0000u);
+      } else {
+        // Opaque, or it is taken apart all the same.
+        asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+            : "=f"(values[i]), "=f"(values[i + 1])
+            : "r"(word));
+      }
     }
   } else {
 #pragma unroll
