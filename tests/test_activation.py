@@ -593,11 +593,3 @@ def test_an_unknown_activation_number(k, device):
     for number in (-1, 3):
         with pytest.raises(RuntimeError, match=f"activation is {number}; "):
             k._ops.ops.glu(x, number, True)
-
-
-@pytest.mark.parametrize("wrong", [[1.0, 2.0], 3, "x", object()], ids=["list", "int", "str", "object"])
-def test_something_that_is_no_tensor_is_named(k, case, device, wrong):
-    inputs = make_inputs(case, (2, 2), FP32, device)
-    for name in inputs:
-        with pytest.raises((RuntimeError, TypeError, ValueError), match=f"'{name}'.*{type(wrong).__name__}"):
-            call(k, case, {**inputs, name: wrong})

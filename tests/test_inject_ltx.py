@@ -861,6 +861,25 @@ def test_rope_tables_are_not_kept_from_fake_tensors(k, ltx):
     assert differences(run(model, inputs), expected) < 1e-5
 
 
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+def test_tables_that_a_hook_writes_to_are_used_once(k, grad_mode):
+    """The tables handed out are those that are kept: what is written into them was there in the next step."""
+    model, inputs = tiny_models.ltx_video(), tiny_models.ltx_video_inputs(batch=1)
+    expected = run(model, inputs)
+    k.inject_optimized_kernels(model)
+    with grad_mode():
+        model(**inputs)
+    for target in (model, stock_model := copy.deepcopy(model)):
+        target.rope.register_forward_hook(lambda m, a, out: tuple(t.mul_(0.5) for t in out))
+    k.remove_optimized_kernels(stock_model)
+    changed = run(stock_model, inputs)
+    for _ in range(2):
+        with grad_mode():
+            assert differences(list(model(**inputs)), changed) < 1e-5
+    model.rope._forward_hooks.clear()
+    assert differences(run(model, inputs), expected) < 1e-5 and differences(changed, expected) > 1e-3
+
+
 def test_rope_tables_split_by_a_hook_are_read_in_full(k, ltx):
     """What context parallelism does: the tables that arrive are other tensors than those that were made."""
     model, inputs, expected = ltx

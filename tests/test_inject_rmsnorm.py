@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 import types
 
 import pytest
@@ -126,6 +127,14 @@ def test_compiles_fullgraph(k, norm):
         assert torch.equal(compiled(x), norm(x))
 
 
+@pytest.mark.parametrize("width", [1, 24, 96])
+def test_another_width_is_refused_as_by_stock(k, width):
+    for module in (nn.RMSNorm(48), nn.RMSNorm(48, elementwise_affine=False)):
+        k.patch_rmsnorm(module)
+        with pytest.raises(RuntimeError, match="48"):
+            module(torch.randn(3, width))
+
+
 # ---- what is recognised
 
 
@@ -200,6 +209,51 @@ def test_recognised_before_the_weights_are_there(k):
     nn.init.normal_(module.weight)
     x = torch.randn(4, 48)
     torch.testing.assert_close(module(x), stock(module, x), rtol=1e-5, atol=1e-6)
+
+
+def a_mode(name: str):
+    from torch._subclasses import FakeTensorMode
+
+    return {
+        "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+        "autocast_fp16": lambda: torch.autocast("cpu", torch.float16),
+        "autocast_bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+        "inference": torch.inference_mode,
+        "on_meta": lambda: torch.device("meta"),
+    }[name]()
+
+
+@pytest.mark.parametrize("mode", ["fake", "autocast_fp16", "autocast_bf16", "inference", "on_meta"])
+def test_a_class_is_recognised_whatever_mode_it_is_first_met_in(k, monkeypatch, mode):
+    """What a class computes is found out once: in FakeTensorMode or under autocast it was found wrong, for good."""
+    from transformers.models.gemma import modeling_gemma
+
+    def forward(self, x):  # with a product of matrices, which autocast casts
+        mean = nn.functional.linear(x.float().pow(2), torch.ones(1, x.shape[-1], device=x.device)) / x.shape[-1]
+        return (x.float() * torch.rsqrt(mean.float() + self.eps) * (1.0 + self.weight.float())).type_as(x)
+
+    members = {"__module__": modeling_gemma.__name__, "forward": forward}
+    module = type("GemmaRMSNorm", (modeling_gemma.GemmaRMSNorm,), members)(48)
+    source = sys.modules[f"{k.__name__}.inject.transformers"]
+    monkeypatch.setattr(source, "_formulas", {})
+    with a_mode(mode):
+        k.patch_rmsnorm(module)
+    assert set(source._formulas.values()) == {"gemma"}
+    x = torch.randn(4, 48)
+    assert count(module, x) == {"rms_norm": 1}
+    torch.testing.assert_close(module(x), stock(module, x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_class_is_recognised_under_another_default_dtype(k, monkeypatch):
+    source = sys.modules[f"{k.__name__}.inject.transformers"]
+    monkeypatch.setattr(source, "_formulas", {})
+    module = transformers_norm("gpt_oss", "GptOssRMSNorm")
+    torch.set_default_dtype(torch.float16)
+    try:
+        k.patch_rmsnorm(module)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert set(source._formulas.values()) == {"single"}
 
 
 def test_recognising_leaves_the_random_state_alone(k):
@@ -454,6 +508,15 @@ def test_only_and_skip_refuse_what_matches_nothing(k):
     module = nn.RMSNorm(16)
     with pytest.raises(ValueError, match="rmsnrom.*rms_norm"):
         k.inject_optimized_kernels(module, only="rmsnrom")
+    assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize("argument", ["only", "skip"])
+@pytest.mark.parametrize("wrong", [3, [3], nn.RMSNorm, ["rms_norm", nn.RMSNorm]], ids=repr)
+def test_only_and_skip_of_another_type_are_named(k, argument, wrong):
+    module = nn.RMSNorm(16)
+    with pytest.raises(TypeError, match=f"{argument} names (3|<class 'torch.*RMSNorm'>); "):
+        k.inject_optimized_kernels(module, **{argument: wrong})
     assert "forward" not in vars(module)
 
 

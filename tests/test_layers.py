@@ -200,6 +200,12 @@ def test_layer_norm_layer_of_any_kind(adopt, module):
         assert relative(adopted(x), module(x)) < 1e-5
 
 
+def test_layer_norm_layer_refuses_another_width_as_stock(adopt):
+    layered = adopt(torch.nn.LayerNorm(8, elementwise_affine=False), "LayerNorm", kernels.Mode.INFERENCE)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        layered(torch.randn(2, 16))
+
+
 def test_rotary_layer(adopt, device):
     """In place of a decorated function, which is a module of its own; what it does not take goes to that function."""
 

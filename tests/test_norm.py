@@ -793,19 +793,6 @@ def test_zero_dimensional_x(k, op, device):
     check(k, op, inputs)
 
 
-@pytest.mark.parametrize("wrong", [[1.0, 2.0], 3, 2.5, "x", object()], ids=["list", "int", "float", "str", "object"])
-@pytest.mark.parametrize("grad", [True, False])
-def test_something_that_is_no_tensor_is_named(k, op, device, wrong, grad):
-    inputs = make_inputs(op, (2, 2), FP32, device)
-    for name in inputs:
-        with (
-            torch.set_grad_enabled(grad),
-            pytest.raises((RuntimeError, TypeError, ValueError), match=f"'{name}'.*{type(wrong).__name__}"),
-        ):
-            call(k, op, {**inputs, name: wrong})
-    check(k, op, inputs)
-
-
 def test_a_table_without_its_modulation(k, device):
     x, table = torch.randn(2, 16, device=device), torch.randn(16, device=device)
     for arguments in ({"scale_table": table}, {"shift_table": table}):

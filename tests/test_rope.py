@@ -880,6 +880,14 @@ def test_bad_values_are_named(k, device, good):
     for axes_dim in ((8, 8, 6), (9, 9, 6), (12, 12), (26, -2, 0)):
         with pytest.raises(ValueError, match="axes_dim is .*three even sizes that sum to the head size 24"):
             k.rope_3d(q, q, (1, 1, 5), axes_dim=axes_dim)
+    for grid in ((1, 1, 5.0), (1.0, 1, 5), (1, 0.5, 10), (-1, -1, 5), ("1", 1, 5)):
+        with pytest.raises(ValueError, match="grid is .*three sizes"):
+            k.rope_3d(q, q, grid)
+    for axes_dim in ((8.0, 8, 8), (8, 8, "8")):
+        with pytest.raises(ValueError, match="axes_dim is .*three even sizes"):
+            k.rope_3d(q, q, (1, 1, 5), axes_dim=axes_dim)
+    with pytest.raises(RuntimeError, match=r"q has shape \[\]"):
+        k.rope_3d(torch.tensor(1.0, device=device), q, (1, 1, 5))
     with pytest.raises(RuntimeError, match=r"grid is \(1, 2, 3\), 6 tokens; q has 5"):
         k.rope_3d(q, q, (1, 2, 3))
     with pytest.raises(RuntimeError, match=r"x has shape \[2, 5\]"):

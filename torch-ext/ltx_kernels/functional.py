@@ -1,5 +1,6 @@
 """The public functions: what they compute, which op they call, and whether a gradient is wanted."""
 
+import numbers
 from typing import Optional
 
 import torch
@@ -16,7 +17,7 @@ from ._rope_tables import axis_tables
 def _wants_grad(*tensors: Optional[Tensor]) -> bool:
     if not torch.is_grad_enabled():
         return False
-    # What is no tensor is left to the op's schema, whose error names the argument.
+    # What is no tensor is refused by the op.
     return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
 
 
@@ -32,7 +33,17 @@ def _call(op, *args):
     except RuntimeError as error:
         if "CUDA out of memory" in str(error):
             raise torch.OutOfMemoryError(str(error)) from None
+        # Looked for only now, so that it costs a good call nothing. Torch takes None for a tensor without memory.
+        for argument, value in zip(op._schema.arguments, args):
+            _refuse_no_tensor(argument.name, value, str(argument.type))
         raise
+
+
+def _refuse_no_tensor(name: str, value: object, needed: str = "Tensor") -> None:
+    is_fine = "Tensor" not in needed or isinstance(value, Tensor) or (value is None and needed != "Tensor")
+    if not is_fine:
+        or_none = "" if needed == "Tensor" else " or None"
+        raise TypeError(f"ltx_kernels: {name} is of type {type(value).__name__}; a tensor{or_none} is needed") from None
 
 
 def rms_norm(
@@ -406,6 +417,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = True, rotar
     return _call(ops.rope.default, x, cos, sin, interleaved, rotary_dim)
 
 
+def _is_size(value: object) -> bool:
+    return isinstance(value, (numbers.Integral, torch.SymInt)) and value >= 0
+
+
 def rope_3d(
     q: Tensor,
     k: Tensor,
@@ -443,13 +458,17 @@ def rope_3d(
     Advanced Large-Scale Video Generative Models", 2025.
     """
     _refuse_grad("rope_3d", q, k)
-    if len(grid) != 3:
-        raise ValueError(f"ltx_kernels: grid is {grid!r}; three sizes (T, Hh, W) are needed")
+    _refuse_no_tensor("q", q)
+    if q.dim() != 4:
+        raise RuntimeError(f"ltx_kernels: q has shape {list(q.shape)}; [B, T * Hh * W, H, d] is needed")
+    if len(grid) != 3 or not all(_is_size(size) for size in grid):
+        raise ValueError(f"ltx_kernels: grid is {tuple(grid)!r}; three sizes (T, Hh, W) are needed")
     head_size = q.shape[-1]
     if axes_dim is None:
         side = 2 * (head_size // 6)
         axes_dim = (head_size - 2 * side, side, side)
-    if len(axes_dim) != 3 or any(dim < 0 or dim % 2 for dim in axes_dim) or sum(axes_dim) != head_size:
+    even = len(axes_dim) == 3 and all(_is_size(dim) and dim % 2 == 0 for dim in axes_dim)
+    if not even or sum(axes_dim) != head_size:
         raise ValueError(
             f"ltx_kernels: axes_dim is {tuple(axes_dim)!r}; three even sizes that sum to the head size {head_size} "
             "are needed"

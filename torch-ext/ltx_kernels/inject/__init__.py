@@ -63,7 +63,7 @@ def inject_optimized_kernels(model_or_pipeline: Any, *, only: Names = None, skip
         A report: what runs the kernels now, what was left alone and why. ``print`` shows it as a table.
 
     Raises:
-        TypeError: ``model_or_pipeline`` holds no module.
+        TypeError: ``model_or_pipeline`` holds no module, or ``only`` or ``skip`` something other than names.
         ValueError: an entry of ``only`` or ``skip`` that matches nothing in this model.
     """
     modules = list(modules_of(model_or_pipeline))
@@ -112,12 +112,18 @@ class _Choice:
     """`only` and `skip` over module names, classes and kinds; an entry that matches nothing is a typing error."""
 
     def __init__(self, only: Names, skip: Names):
-        self.only, self.skip = self._entries(only), self._entries(skip)
+        self.only, self.skip = self._entries("only", only), self._entries("skip", skip)
         self.unmatched = {*(self.only or ()), *(self.skip or ())} - KINDS
 
     @staticmethod
-    def _entries(names: Names) -> Optional[list[str]]:
-        return None if names is None else [names] if isinstance(names, str) else list(names)
+    def _entries(argument: str, names: Names) -> Optional[list[str]]:
+        if names is None or isinstance(names, str):
+            return None if names is None else [names]
+        entries = list(names) if isinstance(names, Iterable) else [names]
+        for entry in entries:
+            if not isinstance(entry, str):
+                raise TypeError(f"{argument} names {entry!r}; kinds, class names or module names (str) are needed")
+        return entries
 
     def __call__(self, name: str, cls: type) -> bool:
         recipe = _recipe_for(cls)

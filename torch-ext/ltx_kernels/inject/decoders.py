@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from .norms import supported
-from .patching import is_plain
+from .patching import at_rest, is_plain
 from .rewriting import call, innermost, parsed, rewritten, self_attribute
 
 # In a decode step a call costs the host more than the GPU: the checks are written for speed.
@@ -292,18 +292,18 @@ def _parameters(function: Callable) -> list[str]:
 
 
 @functools.cache
-@torch.inference_mode(False)
-@torch.no_grad()
+@at_rest()
 def _rotation_of(stock: Callable) -> Optional[Rotation]:
     """The rotation that a function computes, told by its results."""
     of_one = _parameters(stock) == _OF_ONE
     if not of_one and _parameters(stock) != _OF_BOTH:
         return None
     generator = torch.Generator("cpu").manual_seed(0)
-    q, k = (torch.randn(2, heads, 3, 16, generator=generator, device="cpu") for heads in (4, 2))
+    on_cpu = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    q, k = (torch.randn(2, heads, 3, 16, **on_cpu) for heads in (4, 2))
     matching = []
     for rotation in ROTATIONS:
-        angles = torch.randn(2, 3, 4 if rotation.partial else 8, generator=generator, device="cpu")
+        angles = torch.randn(2, 3, 4 if rotation.partial else 8, **on_cpu)
         tables = [t if rotation.half else torch.cat((t, t), -1) for t in (angles.cos(), angles.sin())]
         same = True
         for dtype in (torch.float32, torch.bfloat16):

@@ -27,8 +27,9 @@ Rope = Optional[tuple[Tensor, Tensor]]
 # LTX-Video's tables hold each value twice ([B, S, D], fp32) and are the same for every element of a batch. They are
 # kept across steps, with their half [1, S, D / 2] beside them: a quarter of the bytes at a guidance batch of two. The
 # half travels as an attribute of the tensor, so that the tables remain what everybody else expects; where they are
-# split or copied on the way, the full ones are read.
-HALF = "_ltx_kernels_half"
+# split, copied or written to on the way, the full ones are read. The version of a tensor tells (not to compiled code,
+# which cannot ask for it); tables that were written to are made anew for the next step.
+HALF, VERSION = "_ltx_kernels_half", "_ltx_kernels_version"
 
 
 class _Kept(NamedTuple):
@@ -44,7 +45,14 @@ def _halves(tables: tuple[Tensor, Tensor], batch: int) -> tuple[Tensor, Tensor]:
     full = tuple(t.expand(batch, -1, -1) if t.shape[0] != batch else t for t in tables)
     for table, expanded in zip(tables, full):
         setattr(expanded, HALF, table[..., ::2].contiguous())
+        setattr(expanded, VERSION, expanded._version)
     return full
+
+
+def _is_unchanged(table: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    return not table.is_inference() and table._version == getattr(table, VERSION)
 
 
 def _is_traced() -> bool:
@@ -82,7 +90,8 @@ def _ltx_video_rope(
     # A CUDA graph must own what it reads: tables that are kept may be replaced while it lives.
     may_keep = key is not None and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     kept = _kept.get(self) if may_keep else None
-    if kept is not None and kept.key == key and (kept.coords is None or kept.coords() is coords):
+    is_same = kept is not None and kept.key == key and (kept.coords is None or kept.coords() is coords)
+    if is_same and all(map(_is_unchanged, kept.tables)):
         return kept.tables
     # Normal tensors even in inference mode: a later call may want gradients through them.
     with torch.inference_mode(False), torch.no_grad():
@@ -175,7 +184,9 @@ def _heads_of(rope: Rope, heads: int) -> Rope:
     """Interleaved tables [B, S, D] as [B, S, H, d], in half where the half is there ([1, S, H, d / 2])."""
     if rope is None:
         return None
-    cos, sin = (getattr(table, HALF, table) for table in rope)
+    if all(hasattr(table, HALF) and _is_unchanged(table) for table in rope):
+        rope = tuple(getattr(table, HALF) for table in rope)
+    cos, sin = rope
     return cos.unflatten(2, (heads, -1)), sin.unflatten(2, (heads, -1))
 
 

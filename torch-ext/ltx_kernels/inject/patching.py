@@ -8,11 +8,14 @@ A patch is a bound method in the instance's __dict__, and nothing else is stored
 Where hooks are there already, it is put below them, where the class's forward was: no hook is lost.
 """
 
+import contextlib
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any, Callable, NamedTuple, Optional, Union
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .._ops import add_op_namespace_prefix
 
@@ -64,6 +67,16 @@ def is_plain(module: nn.Module, cls: type) -> bool:
     # No getattr with a default on the method itself: to torch 2.11's dynamo a method has no __func__ then.
     function = own.__func__
     return getattr(function, MARK, None) is not None or function is cls.forward
+
+
+@contextlib.contextmanager
+def at_rest() -> Iterator[None]:
+    """The state in which a class is tried out, whatever the caller's: what is learnt is kept for the class.
+
+    No fake tensors or other dispatch modes, no autocast, no gradients, no inference tensors.
+    """
+    with _disable_current_modes(), torch.autocast("cpu", enabled=False), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _slot(module: nn.Module) -> Optional[tuple[Any, str]]:

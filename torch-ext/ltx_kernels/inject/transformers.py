@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import decoders
 from .norms import FORMULAS, rms_norm_forward, weight_of
-from .patching import Recipe
+from .patching import Recipe, at_rest
 
 _MODULE = re.compile(r"transformers\.models\.")
 _NAME = re.compile(r"(RMSNorm|T5LayerNorm)$")  # the T5 kind: T5, MT5, UMT5, LongT5
@@ -80,14 +80,16 @@ def _norm_of(module: nn.Module) -> Union[decoders.Norm, str]:
     return decoders.Norm(cls, formula.eps, "rms", rule.weight_offset, rule.dtypes)
 
 
+@at_rest()
 def _classify(module: nn.Module, eps: str, weight: Optional[Tensor]) -> Optional[str]:
     """The formula whose results and dtypes are those of the module's class."""
     hidden = weight.numel() if weight is not None else 256
     generator = torch.Generator("cpu").manual_seed(0)
     # Rows around the epsilon in size as well, so that it is known to be used in the same way.
-    size = torch.tensor([10.0, 1.0, 0.1, getattr(module, eps) ** 0.5], device="cpu")[:, None]
-    x = size * torch.randn(4, hidden, generator=generator, device="cpu")
-    w = 1 + torch.randn(hidden, generator=generator, device="cpu")
+    on_cpu = {"dtype": torch.float32, "device": "cpu"}
+    size = torch.tensor([10.0, 1.0, 0.1, getattr(module, eps) ** 0.5], **on_cpu)[:, None]
+    x = size * torch.randn(4, hidden, generator=generator, **on_cpu)
+    w = 1 + torch.randn(hidden, generator=generator, **on_cpu)
     matching = set(FORMULAS)
     halves = (torch.float32, torch.bfloat16)
     for x_dtype, w_dtype in [(a, b) for a in halves for b in halves]:
@@ -107,8 +109,6 @@ def _classify(module: nn.Module, eps: str, weight: Optional[Tensor]) -> Optional
     return min(matching) if len(matching) == 1 or (weight is None and matching) else None
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def _stock(module: nn.Module, weight: Optional[Tensor], x: Tensor) -> Tensor:
     """The class's forward on a bare instance with other weights: the real ones may be on a GPU, or on meta."""
     bare = type(module).__new__(type(module))

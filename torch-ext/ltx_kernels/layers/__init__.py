@@ -79,7 +79,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         parameters = [t for t in (self.weight, self.bias) if t is not None]
-        if len(self.normalized_shape) == 1 and served(input, *parameters):
+        if input.shape[-1:] == self.normalized_shape and served(input, *parameters):
             return layer_norm(input, self.weight, self.bias, self.eps)
         return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
