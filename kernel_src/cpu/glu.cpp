@@ -19,23 +19,32 @@ struct Float32 {
   static float load(float value) { return value; }
   static float store(float value) { return value; }
 };
-struct Float16 {
-  using Storage = uint16_t;
-  static float load(uint16_t bits) { return float16_to_float(bits); }
-  static uint16_t store(float value) { return float_to_float16(value); }
-};
 struct BFloat16 {
   using Storage = uint16_t;
   static float load(uint16_t bits) { return bfloat16_to_float(bits); }
-  static uint16_t store(float value) { return float_to_bfloat16(value); }
+  // A NaN here is one of the inputs, or the one that arithmetic makes: its lowest bits are 0.
+  static uint16_t store(float value) { return finite_to_bfloat16(value); }
 };
 
-// Always inline: a function that a clone for AVX2 calls would itself be compiled for the oldest x86-64.
+struct Float16 {
+  using Storage = uint16_t;
+};
+
 // y[i] = f(gate[i])·value[i]; no `value`: f(gate[i]). The tensors do not overlap: y is new.
 template <typename T, typename F>
-[[gnu::always_inline]] inline void activate_piece(const typename T::Storage* gate, const typename T::Storage* value,
-                                                  int64_t count, typename T::Storage* __restrict y, F&& f) {
-  if (value != nullptr) {
+LTX_KERNELS_INLINE void activate_piece(const typename T::Storage* gate, const typename T::Storage* value, int64_t count,
+                                       typename T::Storage* __restrict y, F&& f) {
+  if constexpr (std::is_same_v<T, Float16>) {  // converted a run at a time
+    constexpr int64_t kRun = 512;
+    float gates[kRun], values[kRun], results[kRun];
+    for (int64_t first = 0; first < count; first += kRun) {
+      const int64_t run = std::min(kRun, count - first);
+      load_halves(gate + first, run, gates);
+      if (value != nullptr) load_halves(value + first, run, values);
+      activate_piece<Float32>(gates, value != nullptr ? values : nullptr, run, results, f);
+      store_halves(results, run, y + first);
+    }
+  } else if (value != nullptr) {
     for (int64_t i = 0; i < count; ++i) y[i] = T::store(f(T::load(gate[i])) * T::load(value[i]));
   } else {
     for (int64_t i = 0; i < count; ++i) y[i] = T::store(f(T::load(gate[i])));
@@ -43,8 +52,9 @@ template <typename T, typename F>
 }
 
 template <typename T>
-[[gnu::always_inline]] inline void activate_pieces(const GluParams& p, int64_t row_pieces, int64_t begin, int64_t end) {
+LTX_KERNELS_INLINE void activate_pieces(const GluParams& p, int64_t row_pieces, int64_t begin, int64_t end) {
   using Storage = typename T::Storage;
+  constexpr bool kExact = std::is_same_v<T, Float32>;
   for (int64_t number = begin; number < end; ++number) {
     const RowOffsets row(number / row_pieces, p.rows);
     const int64_t first = number % row_pieces * kPiece;
@@ -55,13 +65,13 @@ template <typename T>
     auto* y = static_cast<Storage*>(p.y.data) + row.of(p.y) + first;
     switch (p.activation) {
       case Activation::kGeluErf:
-        activate_piece<T>(gate, value, count, y, [](float x) { return gelu_erf<std::is_same_v<T, Float32>>(x); });
+        activate_piece<T>(gate, value, count, y, [](float x) { return gelu_erf<kExact>(x); });
         break;
       case Activation::kGeluTanh:
-        activate_piece<T>(gate, value, count, y, [](float x) { return gelu_tanh(x); });
+        activate_piece<T>(gate, value, count, y, [](float x) { return gelu_tanh<kExact>(x); });
         break;
       case Activation::kSilu:
-        activate_piece<T>(gate, value, count, y, [](float x) { return silu(x); });
+        activate_piece<T>(gate, value, count, y, [](float x) { return silu<kExact>(x); });
         break;
     }
   }

@@ -13,6 +13,7 @@
 // Compiled for AVX2 and AVX-512 as well and chosen at load, where the compiler and the system can: wheels are built for
 // the oldest x86-64.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define LTX_KERNELS_GCC_X86
 #define LTX_KERNELS_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define LTX_KERNELS_MULTIVERSION
@@ -33,12 +34,16 @@ inline To bit_cast(const From& from) {
 
 inline float bfloat16_to_float(uint16_t bits) { return bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
+// To nearest, ties to even. A NaN with its lowest 16 bits set may become something else.
+inline uint16_t finite_to_bfloat16(float value) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
 // To nearest, ties to even; a NaN stays one.
 inline uint16_t float_to_bfloat16(float value) {
-  const uint32_t bits = bit_cast<uint32_t>(value);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t nan = (bits >> 16) | 0x40u;
-  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+  return value == value ? finite_to_bfloat16(value)
+                        : static_cast<uint16_t>((bit_cast<uint32_t>(value) | 0x400000u) >> 16);
 }
 
 // The exponent is rebased by a multiplication, which also normalises subnormal halves; what was infinite or NaN comes
@@ -60,6 +65,53 @@ inline uint16_t float_to_float16(float value) {
   const uint32_t half = bounded < 0x38800000u ? subnormal : normal;
   const uint32_t nan = magnitude > 0x7f800000u ? 0x200u : 0u;
   return static_cast<uint16_t>(half | nan | (bits >> 16 & 0x8000u));
+}
+
+#if defined(LTX_KERNELS_GCC_X86)
+#define LTX_KERNELS_F16C __attribute__((target("avx2,f16c")))
+// Every processor with AVX2 converts half precision too. GCC 12 vectorises neither way, so it is written out, eight
+// elements at a time; the caller has what is left over.
+inline const bool has_f16c = __builtin_cpu_supports("avx2");
+
+LTX_KERNELS_F16C inline int64_t halves_to_floats(const uint16_t* halves, int64_t count, float* floats) {
+  using Halves [[gnu::vector_size(16)]] = short;
+  using Floats [[gnu::vector_size(32)]] = float;
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    Halves eight;
+    std::memcpy(&eight, halves + i, sizeof(eight));
+    const Floats converted = __builtin_ia32_vcvtph2ps256(eight);
+    std::memcpy(floats + i, &converted, sizeof(converted));
+  }
+  return i;
+}
+
+LTX_KERNELS_F16C inline int64_t floats_to_halves(const float* floats, int64_t count, uint16_t* halves) {
+  using Halves [[gnu::vector_size(16)]] = short;
+  using Floats [[gnu::vector_size(32)]] = float;
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    Floats eight;
+    std::memcpy(&eight, floats + i, sizeof(eight));
+    const Halves converted = __builtin_ia32_vcvtps2ph256(eight, 0);  // to nearest, ties to even
+    std::memcpy(halves + i, &converted, sizeof(converted));
+  }
+  return i;
+}
+#else
+constexpr bool has_f16c = false;
+inline int64_t halves_to_floats(const uint16_t*, int64_t, float*) { return 0; }
+inline int64_t floats_to_halves(const float*, int64_t, uint16_t*) { return 0; }
+#endif
+
+LTX_KERNELS_INLINE void load_halves(const uint16_t* source, int64_t count, float* __restrict values) {
+  for (int64_t i = has_f16c ? halves_to_floats(source, count, values) : 0; i < count; ++i)
+    values[i] = float16_to_float(source[i]);
+}
+
+LTX_KERNELS_INLINE void store_halves(const float* values, int64_t count, uint16_t* __restrict target) {
+  for (int64_t i = has_f16c ? floats_to_halves(values, count, target) : 0; i < count; ++i)
+    target[i] = float_to_float16(values[i]);
 }
 
 // f(i, value in fp32) for the elements of a row: what follows a load is done in the same pass.
@@ -85,7 +137,11 @@ LTX_KERNELS_INLINE void for_each_element(const Operand& operand, int64_t offset,
 }
 
 LTX_KERNELS_INLINE void load_row(const Operand& operand, int64_t offset, int64_t count, float* __restrict values) {
-  for_each_element(operand, offset, count, [values](int64_t i, float value) { values[i] = value; });
+  if (operand.dtype == Dtype::kFloat16) {
+    load_halves(static_cast<const uint16_t*>(operand.data) + offset, count, values);
+  } else {
+    for_each_element(operand, offset, count, [values](int64_t i, float value) { values[i] = value; });
+  }
 }
 
 LTX_KERNELS_INLINE void store_row(const Operand& operand, int64_t offset, int64_t count, const float* values) {
@@ -93,11 +149,9 @@ LTX_KERNELS_INLINE void store_row(const Operand& operand, int64_t offset, int64_
     case Dtype::kFloat32:
       std::memcpy(static_cast<float*>(operand.data) + offset, values, count * sizeof(float));
       return;
-    case Dtype::kFloat16: {
-      uint16_t* target = static_cast<uint16_t*>(operand.data) + offset;
-      for (int64_t i = 0; i < count; ++i) target[i] = float_to_float16(values[i]);
+    case Dtype::kFloat16:
+      store_halves(values, count, static_cast<uint16_t*>(operand.data) + offset);
       return;
-    }
     case Dtype::kBFloat16: {
       uint16_t* target = static_cast<uint16_t*>(operand.data) + offset;
       for (int64_t i = 0; i < count; ++i) target[i] = float_to_bfloat16(values[i]);
@@ -162,7 +216,8 @@ LTX_KERNELS_INLINE float normalize_row(Statistic statistic, float eps, int64_t w
 // Where row number `row` starts in each operand.
 class RowOffsets {
  public:
-  RowOffsets(int64_t row, const Rows& rows) {
+  RowOffsets(int64_t row, const Rows& rows) : index_{0, 0, row} {
+    if (row < rows.sizes[2]) return;  // mostly; divisions take as long as a row of a hundred elements
     index_[2] = row % rows.sizes[2];
     index_[1] = row / rows.sizes[2] % rows.sizes[1];
     index_[0] = row / rows.sizes[2] / rows.sizes[1];
