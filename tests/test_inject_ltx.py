@@ -18,6 +18,7 @@ from tiny_models import count, relative
 from torch import nn
 
 diffusers = pytest.importorskip("diffusers")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 RELEASED = {"gated_attn": True, "audio_gated_attn": True, "cross_attn_mod": True, "audio_cross_attn_mod": True}
 MODELS = {
@@ -686,12 +687,6 @@ def test_layerwise_casting(k, ltx, order):
 
 
 # ---- compilation
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
 
 
 class Graphs:

@@ -245,13 +245,6 @@ def test_opcheck(k, device, weight_dtype):
         )
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_compile_fullgraph_with_dynamic_shapes_and_no_recompile(k, device, fresh_dynamo, has_weight):
     compiled = torch.compile(lambda x, weight: k.rms_norm(x, weight), fullgraph=True, dynamic=True, backend="aot_eager")
