@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 REPO_ID = "org/ltx-kernels"
@@ -75,3 +76,29 @@ def dtype(request) -> torch.dtype:
 def seed():
     """The same numbers in every run and in any order of the tests."""
     torch.manual_seed(0)
+
+
+# ---- LTX-Video and LTX-2, injected
+
+
+@pytest.fixture(params=["ltx_video", "ltx2"])
+def model_and_inputs(request):
+    from ltx_models import MODELS
+
+    return MODELS[request.param]()
+
+
+@pytest.fixture
+def ltx():
+    """(model, inputs, stock's output) of LTX-Video."""
+    import tiny_models
+    from ltx_models import run
+
+    model, inputs = tiny_models.ltx_video(layers=3), tiny_models.ltx_video_inputs()
+    return model, inputs, run(model, inputs)
+
+
+@pytest.fixture
+def inner(k):
+    """inner("blocks"): a module of the loaded package's inject folder."""
+    return lambda name: sys.modules[f"{k.__name__}.inject.{name}"]
