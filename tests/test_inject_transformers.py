@@ -51,7 +51,7 @@ FALCON = {name: size for name, size in SIZES.items() if name != "head_dim"}
 
 
 class Family(NamedTuple):
-    norms: int  # RMSNorms in a layer that are not fused with a sum
+    norms: int  # RMSNorms in a layer that are not fused with a sum or a rotation
     sums: int = 1  # sums in a layer that are fused with a norm
     gated: int = 1  # gated MLPs in a layer
     left_alone: tuple = ()
@@ -60,13 +60,14 @@ class Family(NamedTuple):
     sizes: dict = SIZES
     rope: dict = {"qk_norm_rope": 1}  # ops in a layer
     other_norms: int = 1  # RMSNorms that are in no layer
+    layer_norms: int = 0  # LayerNorms in a layer that are not fused with a sum; one more is in no layer
 
 
 FAMILIES = {
     "llama": Family(1, classes="Llama"),
     "mistral": Family(1, classes="Mistral", config={"sliding_window": 5}),
     "qwen2": Family(1, classes="Qwen2"),
-    "qwen3": Family(3, classes="Qwen3"),
+    "qwen3": Family(1, classes="Qwen3"),
     "gemma": Family(1, classes="Gemma"),
     "gemma2": Family(3, classes="Gemma2", config={"sliding_window": 5}),
     "gemma3": Family(5, classes="Gemma3", config={"sliding_window": 5}),
@@ -83,9 +84,9 @@ FAMILIES = {
     "gemma4": Family(7, classes="Gemma4", config=GEMMA_3N, rope={"q_norm_rope": 2}, other_norms=2),
     "phi3": Family(1, classes="Phi3"),
     "phi3_partial": Family(1, classes="Phi3", config={"partial_rotary_factor": 0.5}),
-    "gpt_neox": Family(0, 0, 0, ("GPTNeoXLayer", "GPTNeoXMLP"), "GPTNeoX", {"rotary_pct": 0.5}),
-    "gpt_neox_sequential": Family(0, 1, 0, ("GPTNeoXMLP",), "GPTNeoX", {"use_parallel_residual": False}),
-    "falcon": Family(0, 0, 0, ("FalconDecoderLayer", "FalconMLP"), "Falcon", {}, FALCON),
+    "gpt_neox": Family(0, 0, 0, ("GPTNeoXLayer", "GPTNeoXMLP"), "GPTNeoX", {"rotary_pct": 0.5}, layer_norms=2),
+    "gpt_neox_sequential": Family(0, 1, 0, ("GPTNeoXMLP",), "GPTNeoX", {"use_parallel_residual": False}, layer_norms=1),
+    "falcon": Family(0, 0, 0, ("FalconDecoderLayer", "FalconMLP"), "Falcon", {}, FALCON, layer_norms=1),
     "falcon_new": Family(
         0,
         0,
@@ -94,12 +95,19 @@ FAMILIES = {
         "Falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2},
         FALCON,
+        layer_norms=2,
     ),
     "mixtral": Family(1, 1, 0, ("MixtralExperts",), "Mixtral", EXPERTS),
     "qwen2_moe": Family(1, 1, 1, ("Qwen2MoeExperts",), "Qwen2Moe", EXPERTS),
-    "qwen3_moe": Family(3, 1, 0, ("Qwen3MoeExperts",), "Qwen3Moe", EXPERTS),
+    "qwen3_moe": Family(1, 1, 0, ("Qwen3MoeExperts",), "Qwen3Moe", EXPERTS),
     "gpt_oss": Family(1, 1, 0, ("GptOssExperts", "GptOssMLP"), "GptOss", EXPERTS),
 }
+
+
+@pytest.fixture(autouse=True)
+def every_layer_norm(k, inner, monkeypatch):
+    """LayerNorms of tiny models are left to torch otherwise."""
+    monkeypatch.setattr(inner("decoders"), "LAYER_NORM_ELEMENTS", 0)
 
 
 def build(name: str, **config) -> nn.Module:
@@ -135,6 +143,7 @@ def test_family_runs_the_kernels_and_keeps_its_output(k, device, name):
     assert relative(logits(model, **inputs), expected) < 1e-5
     ops = {
         "rms_norm": LAYERS * family.norms + (family.norms and family.other_norms),
+        "layer_norm": LAYERS * family.layer_norms + (family.layer_norms > 0),
         "residual_ada_norm": LAYERS * family.sums,
         "activate": LAYERS * family.gated,
         **{op: LAYERS * number for op, number in family.rope.items()},
@@ -298,6 +307,59 @@ def test_a_hook_on_the_norm_or_the_activation_still_runs(k):
     for handle in handles:
         handle.remove()
     assert count(model, **inputs)["residual_ada_norm"] == LAYERS and len(calls) == 4
+
+
+@pytest.mark.parametrize("change", ["hook", "eps", "width"])
+def test_norms_of_heads_that_changed_are_called(k, change):
+    """Qwen3's norms of q and k go with the rotation only as the class made them, and as one."""
+    model, inputs, calls = build("qwen3"), tokens(), []
+    k.inject_optimized_kernels(model)
+    norm = model.model.layers[0].self_attn.q_norm
+    if change == "hook":
+        norm.register_forward_hook(lambda *_: calls.append(1))
+    if change == "eps":
+        norm.variance_epsilon = 0.1
+    if change == "width":
+        norm.weight.data = norm.weight.data[:1].clone()  # broadcasts in stock
+    stock = copy.deepcopy(model)
+    k.remove_optimized_kernels(stock)
+    if change == "width":
+        k.remove_optimized_kernels(norm)  # its own op would refuse
+    expected = logits(stock, **inputs)
+    calls.clear()
+    assert relative(logits(model, **inputs), expected) < 1e-5
+    assert len(calls) == (change == "hook")
+    assert count(model, **inputs)["qk_norm_rope"] >= LAYERS - 1
+
+
+def test_layer_norm_of_few_elements_or_under_compile_is_torchs(k, inner, monkeypatch):
+    """One kernel in torch too: fewer microseconds on the host, or fused by Inductor."""
+    monkeypatch.setattr(inner("decoders"), "LAYER_NORM_ELEMENTS", 2 * 32)
+    norm = nn.LayerNorm(32).requires_grad_(False)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    assert k.inject_optimized_kernels(norm).counts == {"layer_norm": 1}
+    for rows, ops in ((1, {}), (2, {"layer_norm": 1}), (5, {"layer_norm": 1})):
+        x = torch.randn(rows, 32)
+        assert count(norm, x) == ops
+        assert relative(norm(x), type(norm).forward(norm, x)) < 1e-6
+    graphs = []
+    with torch.no_grad():
+        torch.compile(norm, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)(x)
+    assert graphs and "_ltx_kernels" not in graphs[0].code
+    for x in (torch.randn(2, 32, dtype=torch.float64), torch.randn(2, 32, requires_grad=True)):
+        assert torch.equal(norm.to(x.dtype)(x), type(norm).forward(norm, x))
+
+
+def test_layer_norm_of_any_kind_is_that_of_stock(k, device):
+    for norm in (nn.LayerNorm((3, 32)), nn.LayerNorm(32, bias=False), nn.LayerNorm(32, elementwise_affine=False)):
+        norm.to(device)
+        k.inject_optimized_kernels(norm)
+        x = torch.randn(2, 3, 32, device=device)
+        with torch.no_grad():
+            assert relative(norm(x), type(norm).forward(norm, x)) < 1e-6
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            norm(torch.randn(2, 3, 16, device=device))
 
 
 def test_a_replaced_projection_is_called(k):

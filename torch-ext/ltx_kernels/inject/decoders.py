@@ -2,7 +2,8 @@
 
     add, then norm     h = a + b; norm(h)        one op: residual_ada_norm
     gated activation   act(gate) * up            one op, whether gate and up are halves of one tensor or two
-    rotary embedding   apply_rotary_pos_emb(..)  one op for q and k, read and written as they lie
+    rotary embedding   apply_rotary_pos_emb(..)  one op for q and k, read and written as they lie, with the norms of
+                                                 their heads where these come before it
 
 Each replacement looks at its operands on each call: a dtype or device that our ops do not take, autocast, a gradient
 that is wanted, a hook on the norm or the activation: then the expression is computed as it stands in the library. The
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from .norms import supported
-from .patching import at_rest, is_plain
+from .patching import at_rest, is_plain, own_forward
 from .rewriting import call, innermost, parsed, rewritten, self_attribute
 
 # In a decode step a call costs the host more than the GPU: the checks are written for speed.
@@ -36,7 +37,28 @@ def served(x: Tensor, *others: Tensor) -> bool:
     return not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *others))
 
 
-# ---- add, then norm
+# ---- norms, add and norm
+
+
+def layer_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """What a torch.nn.LayerNorm computes."""
+    weight, bias = norm.weight, norm.bias
+    if x.shape[-1:] == norm.normalized_shape and served(x, *(t for t in (weight, bias) if t is not None)):
+        return functional.layer_norm(x, weight, bias, norm.eps)
+    return type(norm).forward(norm, x)
+
+
+# LayerNorm alone is one kernel in torch too. Ours takes the GPU less time and the host 4 us more: for an input of fewer
+# elements it is the host that counts.
+LAYER_NORM_ELEMENTS = 2**21
+
+
+@own_forward("layer_norm")
+def layer_norm_forward(self, input):
+    # Inductor fuses torch's with what is around it.
+    if torch.compiler.is_compiling() or input.numel() < LAYER_NORM_ELEMENTS:
+        return type(self).forward(self, input)
+    return layer_norm(self, input)
 
 
 class Norm(NamedTuple):
@@ -237,24 +259,46 @@ def _width_fits(rotation: Rotation, width: int, head_size: int) -> bool:
     return width == head_size or (rotation.partial and width < head_size and width % 2 == 0)
 
 
-def _rope(rotation: Rotation, stock: Callable) -> Callable:
-    def is_stock(apply: Callable, rest: tuple, options: dict) -> bool:
-        # transformers 4 has an unused argument position_ids before unsqueeze_dim.
-        return apply is stock and not rest and len(options) == ("unsqueeze_dim" in options)
+def _is_known_call(rest: tuple, options: dict) -> bool:
+    # transformers 4 has an unused argument position_ids before unsqueeze_dim.
+    return not rest and len(options) == ("unsqueeze_dim" in options)
 
+
+def _rope(rotation: Rotation, stock: Callable) -> Callable:
     def rope(apply, q, k, cos, sin, *rest, **options):
         dim = options.get("unsqueeze_dim", 1)
-        if not is_stock(apply, rest, options) or not fits(rotation, q, k, cos, sin, dim):
+        if apply is not stock or not _is_known_call(rest, options) or not fits(rotation, q, k, cos, sin, dim):
             return apply(q, k, cos, sin, *rest, **options)
         return rotate(rotation, q, k, cos, sin, dim)
 
     def rope_of_one(apply, x, cos, sin, *rest, **options):
         dim = options.get("unsqueeze_dim", 1)
-        if not is_stock(apply, rest, options) or not fits(rotation, x, x, cos, sin, dim):
+        if apply is not stock or not _is_known_call(rest, options) or not fits(rotation, x, x, cos, sin, dim):
             return apply(x, cos, sin, *rest, **options)
         return rotate(rotation, x, None, cos, sin, dim)[0]
 
     return rope_of_one if _parameters(stock) == _OF_ONE else rope
+
+
+def _norm_rope(rotation: Rotation, stock: Callable, norm: Norm) -> Callable:
+    rope = _rope(rotation, stock)
+
+    def is_served(module: nn.Module, x: Tensor) -> bool:
+        if not is_plain(module, norm.cls) or not _norm_served(x, module.weight, None, norm.dtypes):
+            return False
+        return module.weight.shape == x.shape[3:]
+
+    def norm_rope(apply, q_norm, k_norm, q, k, cos, sin, *rest, **options):
+        """`apply` of norm(q) and norm(k), each norm over the heads [B, S, H, d] of q and k [B, H, S, d]."""
+        is_known = apply is stock and _is_known_call(rest, options) and options.get("unsqueeze_dim", 1) == 1
+        if is_known and fits(rotation, q, k, cos, sin, 1) and is_served(q_norm, q) and is_served(k_norm, k):
+            eps = getattr(q_norm, norm.eps)
+            if eps == getattr(k_norm, norm.eps):
+                return rotate(rotation, q, k, cos, sin, 1, q_norm.weight, k_norm.weight, eps)
+        q, k = (head_norm(x.transpose(1, 2)).transpose(1, 2) for head_norm, x in ((q_norm, q), (k_norm, k)))
+        return rope(apply, q, k, cos, sin, *rest, **options)
+
+    return norm_rope
 
 
 def fits(rotation: Rotation, q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: Any) -> bool:
@@ -271,13 +315,29 @@ def fits(rotation: Rotation, q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: 
     return table[0] in (1, batch) and table[1] == tokens[at] and _width_fits(rotation, table[2], size)
 
 
-def rotate(rotation: Rotation, q: Tensor, k: Optional[Tensor], cos: Tensor, sin: Tensor, unsqueeze_dim: int):
-    """q and k [B, H, S, d] (unsqueeze_dim 1) or [B, S, H, d] (2), rotated by tables [B | 1, S, width]."""
+def rotate(
+    rotation: Rotation,
+    q: Tensor,
+    k: Optional[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int,
+    q_weight: Optional[Tensor] = None,
+    k_weight: Optional[Tensor] = None,
+    eps: float = 1e-6,
+):
+    """q and k [B, H, S, d] (unsqueeze_dim 1) or [B, S, H, d] (2), rotated by tables [B | 1, S, width].
+
+    With weights [d], RMSNorm of each head before.
+    """
     swap = unsqueeze_dim == 1
     if swap:  # to [B, S, H, d]; nothing is copied
         q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
     rotary_dim = cos.shape[2] if rotation.partial else None
-    q, k = functional.qk_norm_rope(q, k, None, None, cos, sin, interleaved=False, norm="none", rotary_dim=rotary_dim)
+    norm = "none" if q_weight is None else "rms"
+    q, k = functional.qk_norm_rope(
+        q, k, q_weight, k_weight, cos, sin, eps, interleaved=False, norm=norm, rotary_dim=rotary_dim
+    )
     return (q.transpose(1, 2), None if k is None else k.transpose(1, 2)) if swap else (q, k)
 
 
@@ -334,14 +394,59 @@ def _as_rope(node: ast.Call) -> ast.Call:
     return call("_ltx_rope", node.func, *node.args, keywords=node.keywords)
 
 
+def _fuse_norm_rope(body: list[ast.stmt]) -> list[str]:
+    """Hand the norms of q and k to the rotation that follows, in a list of statements; returns the norms' names.
+
+    q = self.q_norm(..).transpose(1, 2); k = the same; ..; q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    """
+    for end, statement in enumerate(body):
+        rope = statement.value if isinstance(statement, ast.Assign) else None
+        if not _is_rope(rope) or len(rope.args) < 2:
+            continue
+        names = [arg.id if isinstance(arg, ast.Name) else "" for arg in rope.args[:2]]
+        normed = [[s for s in body[:end] if _target(s) == name][-1:] for name in names]
+        norms = [_transposed_norm(s[0].value) if s else None for s in normed]
+        if None in norms or any(
+            isinstance(node, ast.Name) and node.id == name
+            for name, (first,) in zip(names, normed)
+            for between in body[body.index(first) + 1 : end]
+            for node in ast.walk(between)
+        ):
+            continue
+        for (first,), norm in zip(normed, norms):
+            first.value.func.value = norm.args[0]
+        statement.value = call(
+            "_ltx_norm_rope", rope.func, *(n.func for n in norms), *rope.args, keywords=rope.keywords
+        )
+        return [norm.func.attr for norm in norms]
+    return []
+
+
+def _transposed_norm(node: ast.expr) -> Optional[ast.Call]:
+    """`self.norm(..)` in `self.norm(..).transpose(1, 2)`."""
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.keywords
+    if not is_call or node.func.attr != "transpose" or [getattr(arg, "value", None) for arg in node.args] != [1, 2]:
+        return None
+    norm = node.func.value
+    is_norm = isinstance(norm, ast.Call) and len(norm.args) == 1 and not norm.keywords
+    return norm if is_norm and "norm" in self_attribute(norm.func) else None
+
+
 @functools.cache
-def _attention_forward(stock: Callable, apply: Callable, rotation: Rotation) -> Callable:
-    tree = _Replace(_is_rope, _as_rope).visit(parsed(stock))
-    return rewritten(stock, tree, "rope", _ltx_rope=_rope(rotation, apply))
+def _attention_forward(stock: Callable, apply: Callable, rotation: Rotation, norm: Optional[Norm]) -> Callable:
+    tree = parsed(stock)
+    if norm is not None:
+        _fuse_norm_rope(tree.body)
+    tree = _Replace(_is_rope, _as_rope).visit(tree)
+    helpers = {} if norm is None else {"_ltx_norm_rope": _norm_rope(rotation, apply, norm)}
+    return rewritten(stock, tree, "rope", _ltx_rope=_rope(rotation, apply), **helpers)
 
 
-def attention(module: nn.Module) -> Union[Callable, str]:
-    """The forward of an attention whose `apply_rotary_pos_emb` is ours; all else, attention itself too, is its own."""
+def attention(module: nn.Module, norm_of: Callable[[nn.Module], Union[Norm, str]]) -> Union[Callable, str]:
+    """The forward of an attention whose `apply_rotary_pos_emb` is ours, with the RMSNorms of q's and k's heads.
+
+    All else, attention itself too, is its own.
+    """
     stock = type(module).forward
     tree = parsed(stock)
     if isinstance(tree, str):
@@ -352,4 +457,8 @@ def attention(module: nn.Module) -> Union[Callable, str]:
     rotation = _rotation_of(apply)
     if rotation is None:
         return f"its {_ROPE} computes no rotation that this package knows"
-    return _attention_forward(stock, apply, rotation)
+    norms = {norm_of(getattr(module, name)) for name in _fuse_norm_rope(tree.body)}
+    norm = norms.pop() if len(norms) == 1 else None
+    # The op has no offset for a weight stored around zero.
+    fuses = isinstance(norm, Norm) and norm.statistic == "rms" and norm.weight_offset == 0.0
+    return _attention_forward(stock, apply, rotation, norm if fuses else None)

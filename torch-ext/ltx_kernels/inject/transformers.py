@@ -30,6 +30,8 @@ _formulas: dict[tuple, Optional[str]] = {}
 
 
 def recipe_for(cls: type) -> Optional[Recipe]:
+    if cls is nn.LayerNorm:
+        return LAYER_NORM
     if _MODULE.match(cls.__module__) and _NAME.search(cls.__name__):
         return RMS_NORM
     if _FAMILY.match(cls.__module__):
@@ -135,12 +137,13 @@ def _same(result: Tensor, expected: Tensor) -> bool:
 
 
 RMS_NORM = Recipe("rms_norm", _rms_norm)
+LAYER_NORM = Recipe("layer_norm", lambda norm: decoders.layer_norm_forward)
 
 #: class name -> recipe, in the modules of FAMILIES
 PARTS = (
     (r"(DecoderLayer|NeoXLayer)$", Recipe("decoder_layer", lambda layer: decoders.decoder_layer(layer, _norm_of))),
     (r"Experts$", Recipe("gated_mlp", lambda experts: "the implementation of experts is chosen on each call")),
     (r"MLP\d?$", Recipe("gated_mlp", decoders.gated_mlp)),
-    (r"Attention2?$", Recipe("rope", decoders.attention)),
+    (r"Attention2?$", Recipe("rope", lambda attention: decoders.attention(attention, _norm_of))),
 )
-KINDS = {RMS_NORM.kind, *(recipe.kind for _, recipe in PARTS)}
+KINDS = {RMS_NORM.kind, LAYER_NORM.kind, *(recipe.kind for _, recipe in PARTS)}

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..functional import gated_activation, gelu, layer_norm, rms_norm
+from ..functional import gated_activation, gelu, rms_norm
 from ..inject.decoders import Rotation, fits, rotate, served
+from ..inject.decoders import layer_norm as _layer_norm
 
 __all__ = ["GELU", "GELUTanh", "GeGLUMLP", "LayerNorm", "RMSNorm", "RMSNormZeroCentered", "RotaryPosEmb", "SwiGLUMLP"]
 
@@ -78,10 +79,7 @@ class LayerNorm(nn.Module):
     eps: float
 
     def forward(self, input: Tensor) -> Tensor:
-        parameters = [t for t in (self.weight, self.bias) if t is not None]
-        if input.shape[-1:] == self.normalized_shape and served(input, *parameters):
-            return layer_norm(input, self.weight, self.bias, self.eps)
-        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return _layer_norm(self, input)
 
 
 class SwiGLUMLP(nn.Module):
