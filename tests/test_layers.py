@@ -83,12 +83,12 @@ def test_rms_norm_layer_compiles_fullgraph(kernelized):
 
 def test_layers_obey_the_rules_of_the_hub(k):
     """And are honest: the differentiable ones are those whose op has a backward."""
-    assert len(k.layers.__all__) == 8
+    assert len(k.layers.__all__) == 10
     for name in k.layers.__all__:
         layer = getattr(k.layers, name)
         assert layer.__init__ is torch.nn.Module.__init__
         assert set(dir(layer)) - set(dir(torch.nn.Module)) <= {"has_backward", "can_torch_compile"}
-        assert layer.has_backward is (name in ("RMSNorm", "RMSNormZeroCentered")) and layer.can_torch_compile is True
+        assert layer.has_backward is ("RMSNorm" in name) and layer.can_torch_compile is True
 
 
 # ---- the other layers: the class that adopts each, made ready, and its input
@@ -111,7 +111,15 @@ def _layer_norm(*shape, **arguments):
     return module
 
 
+def _diffusers(module: str, name: str, *arguments):
+    source = pytest.importorskip(f"diffusers.models.{module}")
+    torch.manual_seed(0)
+    return tiny_models.randomize(torch.nn.ModuleDict({"norm": getattr(source, name)(*arguments)}))["norm"]
+
+
 LAYERS = {
+    "DiffusersRMSNorm": (lambda: _diffusers("normalization", "RMSNorm", 48, 1e-6), 48, "rms_norm"),
+    "GEGLU": (lambda: _diffusers("activations", "GEGLU", 48, 32), 48, "glu"),
     "RMSNormZeroCentered": (_gemma_norm, 48, "rms_norm"),
     "LayerNorm": (lambda: _layer_norm(48), 48, "layer_norm"),
     "SwiGLUMLP": (lambda: _mlp("Llama"), 64, "activate"),
@@ -198,6 +206,22 @@ def test_layer_norm_layer_of_any_kind(adopt, module):
     adopted = adopt(module, "LayerNorm", kernels.Mode.INFERENCE)
     with torch.no_grad():
         assert relative(adopted(x), module(x)) < 1e-5
+
+
+@pytest.mark.parametrize("arguments", [(48, 1e-6, False), (48, 1e-6, True, True)], ids=["no_weight", "bias"])
+def test_diffusers_rms_norm_layer_of_any_kind(adopt, arguments):
+    module, x = _diffusers("normalization", "RMSNorm", *arguments), torch.randn(3, 4, 48)
+    adopted = adopt(module, "DiffusersRMSNorm", kernels.Mode.INFERENCE)
+    with torch.no_grad():
+        assert count(adopted, x) == ({} if module.bias is not None else {"rms_norm": 1})
+        assert relative(adopted(x), module(x)) < 1e-6
+
+
+def test_geglu_layer_says_what_is_deprecated(adopt):
+    module, x = _diffusers("activations", "GEGLU", 48, 32), torch.randn(3, 4, 48)
+    adopted = adopt(module, "GEGLU", kernels.Mode.INFERENCE)
+    with torch.no_grad(), pytest.warns(FutureWarning, match="scale"):
+        assert relative(adopted(x, scale=1.0), module(x)) < 1e-6
 
 
 def test_layer_norm_layer_refuses_another_width_as_stock(adopt):

@@ -9,11 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..functional import gated_activation, gelu, rms_norm
+from ..functional import gated_activation, geglu, gelu, rms_norm
 from ..inject.decoders import Rotation, fits, rotate, served
 from ..inject.decoders import layer_norm as _layer_norm
+from ..inject.norms import rms_norm_forward
 
-__all__ = ["GELU", "GELUTanh", "GeGLUMLP", "LayerNorm", "RMSNorm", "RMSNormZeroCentered", "RotaryPosEmb", "SwiGLUMLP"]
+__all__ = [
+    "DiffusersRMSNorm",
+    "GEGLU",
+    "GELU",
+    "GELUTanh",
+    "GeGLUMLP",
+    "LayerNorm",
+    "RMSNorm",
+    "RMSNormZeroCentered",
+    "RotaryPosEmb",
+    "SwiGLUMLP",
+]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -62,6 +74,25 @@ class RMSNormZeroCentered(nn.Module):
             return rms_norm(x, self.weight, self.eps, weight_offset=1.0)
         normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
         return (normed * (1.0 + self.weight.float())).type_as(x)
+
+
+class DiffusersRMSNorm(nn.Module):
+    """diffusers' RMSNorm: rounded before the weight, if that is in half precision, and in the weight's dtype.
+
+    Of the adopting module: `weight` and `bias` (None or [D]) and `eps`. With a bias its class's forward computes.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.bias is not None:
+            return type(self).forward(self, hidden_states)
+        return _diffusers_rms_norm(self, hidden_states)
 
 
 class LayerNorm(nn.Module):
@@ -120,6 +151,27 @@ class GeGLUMLP(nn.Module):
         return self.down_proj(F.gelu(gate, approximate="tanh") * up)
 
 
+class GEGLU(nn.Module):
+    """diffusers' GEGLU: `value * gelu(gate)` with `value, gate = proj(hidden_states).chunk(2, dim=-1)`.
+
+    Of the adopting module: `proj`, which is called, and `gelu`, which computes what the op does not take.
+    """
+
+    has_backward = False
+    can_torch_compile = True
+
+    proj: nn.Module
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        if args or kwargs:  # deprecated: its class's forward says so
+            return type(self).forward(self, hidden_states, *args, **kwargs)
+        packed = self.proj(hidden_states)
+        if served(packed):
+            return geglu(packed)
+        value, gate = packed.chunk(2, dim=-1)
+        return value * self.gelu(gate)
+
+
 class GELU(nn.Module):
     """GELU with erf: transformers' "GeLU"."""
 
@@ -156,4 +208,5 @@ class RotaryPosEmb(nn.Module):
         return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
 
 
+_diffusers_rms_norm = rms_norm_forward("diffusers", "eps", "hidden_states")
 _FULL = Rotation(partial=False, half=False)
