@@ -81,6 +81,22 @@ def test_rms_norm_layer_compiles_fullgraph(kernelized):
     assert relative(result, expected) < 1e-6
 
 
+@pytest.mark.parametrize("mode", [None, *MODES.values()], ids=["default", *MODES])
+def test_transformers_use_kernels(k, mode):
+    """Its own switch, with our layer in its mapping: the decorated classes, no name of ours."""
+    model, inputs = tiny_models.llama("Qwen2"), tiny_models.tokens()
+    if getattr(type(model.model.norm), "kernel_layer_name", None) != "RMSNorm":
+        pytest.skip("this transformers asks for another version of kernels: its decorators do nothing")
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    repository = kernels.LocalLayerRepository(repo_path=Path(ROOT), layer_name="RMSNorm")
+    with kernels.use_kernel_mapping({"RMSNorm": {"cpu": repository}}):
+        model.set_use_kernels(True, mode=mode)
+    assert count(model, **inputs) == {"rms_norm": 5}
+    with torch.no_grad():
+        assert relative(model(**inputs).logits, expected) < 1e-5
+
+
 def test_layers_obey_the_rules_of_the_hub(k):
     """And are honest: the differentiable ones are those whose op has a backward."""
     assert len(k.layers.__all__) == 10
