@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import pickle
 import types
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ FALCON = {name: size for name, size in SIZES.items() if name != "head_dim"}
 class Family(NamedTuple):
     norms: int  # RMSNorms in a layer that are not fused with a sum or a rotation
     sums: int = 1  # sums in a layer that are fused with a norm
-    gated: int = 1  # gated MLPs in a layer
+    gated: int = 1  # gated MLPs in a layer, or experts
     left_alone: tuple = ()
     classes: str = ""  # LlamaForCausalLM: Llama
     config: dict = {}
@@ -97,9 +98,9 @@ FAMILIES = {
         FALCON,
         layer_norms=2,
     ),
-    "mixtral": Family(1, 1, 0, ("MixtralExperts",), "Mixtral", EXPERTS),
-    "qwen2_moe": Family(1, 1, 1, ("Qwen2MoeExperts",), "Qwen2Moe", EXPERTS),
-    "qwen3_moe": Family(1, 1, 0, ("Qwen3MoeExperts",), "Qwen3Moe", EXPERTS),
+    "mixtral": Family(1, 1, 4, (), "Mixtral", EXPERTS),
+    "qwen2_moe": Family(1, 1, 5, (), "Qwen2Moe", EXPERTS),
+    "qwen3_moe": Family(1, 1, 4, (), "Qwen3Moe", EXPERTS),
     "gpt_oss": Family(1, 1, 0, ("GptOssExperts", "GptOssMLP"), "GptOss", EXPERTS),
 }
 
@@ -307,6 +308,32 @@ def test_a_hook_on_the_norm_or_the_activation_still_runs(k):
     for handle in handles:
         handle.remove()
     assert count(model, **inputs)["residual_ada_norm"] == LAYERS and len(calls) == 4
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_of_another_implementation(k, name, implementation):
+    """Chosen on each call, and computed by a function of transformers that calls the experts' gate."""
+    model, inputs = build(name), tokens()
+    model.set_experts_implementation(implementation)
+    state = [dict(vars(m)) for m in model.modules()]
+    expected = logits(model, **inputs)
+    k.inject_optimized_kernels(model)
+    assert count(model, **inputs)["activate"] == LAYERS
+    assert relative(logits(model, **inputs), expected) < 1e-5
+    copied = copy.deepcopy(model)
+    assert copied.model.layers[0].mlp.experts._apply_gate.__self__ is copied.model.layers[0].mlp.experts
+    with torch.no_grad():
+        torch._dynamo.reset()
+        compiled = torch.compile(copied, fullgraph=True, backend="aot_eager")(**inputs, use_cache=False).logits
+    assert relative(compiled, expected) < 1e-5
+    loaded = pickle.loads(pickle.dumps(model.model.layers[0].mlp.experts))
+    assert loaded._apply_gate.__func__ is type(loaded)._apply_gate
+    model.set_experts_implementation("eager")
+    assert count(model, **inputs)["activate"] == LAYERS * 4
+    model.set_experts_implementation(implementation)
+    k.remove_optimized_kernels(model)
+    assert [dict(vars(m)) for m in model.modules()] == state
 
 
 @pytest.mark.parametrize("change", ["hook", "eps", "width"])

@@ -13,6 +13,7 @@ ops have no backward.
 import ast
 import functools
 import inspect
+from types import MethodType
 from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
@@ -225,19 +226,48 @@ def _mlp_forward(stock: Callable, act: type, activation: str) -> Callable:
     return rewritten(stock, tree, "gated_mlp", _ltx_gated=_gated(act, activation))
 
 
-def gated_mlp(module: nn.Module) -> Union[Callable, str]:
-    """The forward of an MLP whose `act(gate) * up` is one op; the projections are called as they are."""
+def _activation_class(module: nn.Module) -> Union[tuple[type, str], str]:
+    """(class of a module's one activation, what functional.gated_activation calls it), or why it is not known."""
     acts = [act for act in (getattr(module, name, None) for name in _ACTIVATION_NAMES) if act is not None]
     cls = type(acts[0]) if acts else None
     activation = ACTIVATIONS.get((cls.__module__, cls.__qualname__)) if cls else None
+    if len(acts) != 1 or activation is None:
+        return f"its activation is not one that this package knows ({cls.__name__ if cls else 'none'})"
+    return cls, activation
+
+
+def gated_mlp(module: nn.Module) -> Union[Callable, str]:
+    """The forward of an MLP whose `act(gate) * up` is one op; the projections are called as they are."""
     tree = parsed(type(module).forward)
     if isinstance(tree, str):
         return tree
     if not any(map(_is_gated, ast.walk(tree))):
         return "it has no gated activation"
-    if len(acts) != 1 or activation is None:
-        return f"its activation is not one that this package knows ({cls.__name__ if cls else 'none'})"
-    return _mlp_forward(type(module).forward, cls, activation)
+    activation = _activation_class(module)
+    return activation if isinstance(activation, str) else _mlp_forward(type(module).forward, *activation)
+
+
+# Experts compute in their forward, or, as their config says on each call, in a function of transformers (batched,
+# grouped GEMM) that calls their gate. So the forward is that of a gated MLP, and the instance gets a gate of its own.
+_GATE = "_apply_gate"
+
+
+@functools.cache
+def _gate(stock: Callable, act: type, activation: str) -> Callable:
+    gate = _mlp_forward(stock, act, activation)
+    gate.__name__ = _GATE  # what a pickle looks up
+    return gate
+
+
+def install_gate(experts: nn.Module) -> None:
+    stock = getattr(type(experts), _GATE, None)
+    tree = parsed(stock) if stock is not None and _GATE not in vars(experts) else ""
+    if not isinstance(tree, str) and any(map(_is_gated, ast.walk(tree))):
+        setattr(experts, _GATE, MethodType(_gate(stock, *_activation_class(experts)), experts))
+
+
+def remove_gate(experts: nn.Module) -> None:
+    vars(experts).pop(_GATE, None)
 
 
 # ---- rotary embeddings

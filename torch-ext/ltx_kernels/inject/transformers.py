@@ -142,7 +142,7 @@ LAYER_NORM = Recipe("layer_norm", lambda norm: decoders.layer_norm_forward)
 #: class name -> recipe, in the modules of FAMILIES
 PARTS = (
     (r"(DecoderLayer|NeoXLayer)$", Recipe("decoder_layer", lambda layer: decoders.decoder_layer(layer, _norm_of))),
-    (r"Experts$", Recipe("gated_mlp", lambda experts: "the implementation of experts is chosen on each call")),
+    (r"Experts$", Recipe("gated_mlp", decoders.gated_mlp, decoders.install_gate, decoders.remove_gate)),
     (r"MLP\d?$", Recipe("gated_mlp", decoders.gated_mlp)),
     (r"Attention2?$", Recipe("rope", lambda attention: decoders.attention(attention, _norm_of))),
 )
