@@ -183,13 +183,17 @@ class GELU(nn.Module):
 
 
 class GELUTanh(nn.Module):
-    """GELU with tanh: transformers' "GeluTanh", "NewGELU" and "FastGELU", which are one formula."""
+    """GELU with tanh: transformers' "GeluTanh", "NewGELU" and "FastGELU", which are one formula.
+
+    Of the adopting module nothing, but its class's forward computes what the op does not take: written out, the formula
+    has other dtypes under CUDA's autocast than `torch.nn.functional.gelu`.
+    """
 
     has_backward = False
     can_torch_compile = True
 
     def forward(self, input: Tensor) -> Tensor:
-        return gelu(input, approximate="tanh") if served(input) else F.gelu(input, approximate="tanh")
+        return gelu(input, approximate="tanh") if served(input) else type(self).forward(self, input)
 
 
 class RotaryPosEmb(nn.Module):
