@@ -207,7 +207,7 @@ RESULTS = "benchmarks/results/h200"
 #: The pictures of the README: name -> (kind, results).
 README = {
     "rms_norm_bandwidth": ("bandwidth", [f"{RESULTS}/issue2.json"]),
-    "ltx_video_step": ("e2e", [f"{RESULTS}/e2e_split.json"]),
+    "ltx_video_step": ("e2e", [f"{RESULTS}/e2e_ltx-2b.json"]),
 }
 
 
