@@ -278,6 +278,7 @@ def test_full_and_compact_tables_give_the_same_bits(k, device, dtype, table_dtyp
         layouts = {
             "views": compact,
             "contiguous": [t.contiguous() for t in compact],
+            "at every second place": [t.repeat_interleave(2, dim=-1)[..., ::2] for t in compact],
             "misaligned": [misaligned(t) for t in compact],
             "complex": torch.view_as_real(torch.complex(*(t.float() for t in compact))).to(table_dtype).unbind(-1),
             "last dim outermost": [t.transpose(0, -1).contiguous().transpose(0, -1) for t in compact],

@@ -92,6 +92,7 @@ inline bool is_regular(const RopeParams& p) {
   for (int i = 0; i < p.table_count; ++i) {
     const RopeTable& table = p.tables[i];
     regular = regular && (p.grid.exists() || table.vectorized) && is_short(table.strides[2]);
+    regular = regular && (p.interleaved || table.pair_stride == 1);
     regular = regular && table.dtype == p.tables[0].dtype && table.pair_stride == p.tables[0].pair_stride;
   }
   return regular;
@@ -128,7 +129,8 @@ inline RopeFast rope_fast(const RopeParams& p, const RopePlan& plan, int64_t* bl
     to.inner_rows = static_cast<int>(plan.row_is_token ? batches : side.heads);
     const int64_t inner_places = ceil_div(to.inner_rows, plan.thread_rows);
     to.inner_places = Divisor(inner_places);
-    to.places = Divisor(inner_places * (plan.row_is_token ? 1 : batches));
+    const int64_t places = inner_places * (plan.row_is_token ? 1 : batches);
+    to.places = Divisor(places);
     to.x = fast_operand(side.x, plan, inner_places);
     to.y = fast_operand(side.y, plan, inner_places);
     to.weight = side.weight.data;
@@ -138,7 +140,7 @@ inline RopeFast rope_fast(const RopeParams& p, const RopePlan& plan, int64_t* bl
     const int64_t row_heads = plan.row_is_token ? side.heads : 1;
     to.units = static_cast<int>(row_heads * plan.shape.units_per_head.value);
     to.inverse_width = 1.f / static_cast<float>(row_heads * p.head_size);
-    side_blocks[i] = ceil_div(groups * to.places.value, plan.config.rows_per_block);
+    side_blocks[i] = ceil_div(groups * places, plan.config.rows_per_block);
     if (side.table < 0) continue;
     const RopeTable& table = p.tables[side.table];
     to.cos = table.cos;
