@@ -17,6 +17,10 @@ struct RowLaunch {
 
 constexpr int kMaxThreadsPerRow = 512;
 
+// For __launch_bounds__: 0 leaves it to the compiler how many blocks an SM should have, which for its sake would rather
+// spill in a kernel of many values; 1 does not.
+constexpr int min_blocks(bool would_spill) { return would_spill ? 1 : 0; }
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Policy apart from algorithm: about `vectors` 16-byte vectors a thread, blocks of at least `block_threads`.

@@ -146,7 +146,8 @@ __device__ __forceinline__ void finish(const NormParams& p, const Has& has, cons
 // inner]; a block stays within one outer index, and `chunks` blocks cover it. kSegmented (sm_90): a cluster of blocks
 // shares a row, each has a segment of it, and they add their sums up.
 template <typename T, typename M, Statistic kStatistic, unsigned kParts, int kVecs, int kRows, bool kSegmented>
-__global__ void __launch_bounds__(kMaxThreadsPerRow)
+__global__ void __launch_bounds__(kMaxThreadsPerRow,
+                                  min_blocks(kStatistic == Statistic::kLayer && sizeof(T) == 4 && kVecs * kRows == 8))
     norm_fast_kernel(const __grid_constant__ NormParams p, const unsigned chunks) {
   constexpr int kSize = kVectorSize<T>;
   constexpr Has kHas = has_of(kParts);

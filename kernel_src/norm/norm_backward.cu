@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
 
 // grad_x alone, for rows of any length, which are read once for each pass.
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreadsPerRow)
+__global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     norm_backward_long_kernel(const __grid_constant__ NormBackwardParams p) {
   constexpr int kSize = kVectorSize<T>;
   __shared__ float scratch[kMaxWarps];

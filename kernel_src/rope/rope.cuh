@@ -215,7 +215,8 @@ struct RopeFast {
 
 // W: the dtype of weight and bias. Table: that of the tables, or RopeGrid.
 template <typename T, typename W, typename Table, bool kInterleaved, Statistic kStatistic, int kRows, int kUnits>
-__global__ void __launch_bounds__(kMaxThreadsPerRow) rope_fast_kernel(const __grid_constant__ RopeFast p) {
+__global__ void __launch_bounds__(kMaxThreadsPerRow, min_blocks(kStatistic == Statistic::kLayer))
+    rope_fast_kernel(const __grid_constant__ RopeFast p) {
   using Unit = RopeUnit<T, kInterleaved>;
   constexpr int kSize = Unit::kSize;
   constexpr int kParts = Unit::kParts;
