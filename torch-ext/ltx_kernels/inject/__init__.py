@@ -25,7 +25,7 @@ __all__ = ["InjectionReport", "inject_optimized_kernels", "patch_rmsnorm", "remo
 logger = logging.getLogger(__name__)
 
 # What is worth a line in the report when it is left alone: a class that looks like what the package replaces.
-_LOOKS_REPLACEABLE = re.compile(r"RMSNorm")
+_LOOKS_REPLACEABLE = re.compile(r"RMSNorm|(GLU|TransformerBlock)$")
 
 #: what `only` and `skip` may name besides classes and modules
 KINDS = {recipe.kind for recipe in diffusers.RECIPES.values()} | transformers.KINDS

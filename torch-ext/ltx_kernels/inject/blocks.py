@@ -1,6 +1,7 @@
 """Parts that the fused blocks of all families are made of."""
 
-from typing import Optional
+from collections.abc import Iterable
+from typing import Callable, Optional
 
 import torch
 import torch.nn.functional as F
@@ -94,15 +95,26 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def _joined(parts: list[Tensor]) -> Optional[Tensor]:
     """The tensor whose consecutive rows `parts` are, if they lie so in one storage."""
-    first, end = parts[0], parts[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
+    first = parts[0]
+    end = first.data_ptr()
     for part in parts:
-        same = part.dtype is first.dtype and part.shape[1:] == first.shape[1:] and part.is_contiguous()
-        if not same or part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
+        if part.data_ptr() != end:  # asked first: it costs next to nothing
             return None
-        end += part.numel() * part.element_size()
+        end += part.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # neighbours that an allocator has put there
+        return None
+    for part in parts:
+        if part.dtype is not first.dtype or part.shape[1:] != first.shape[1:] or not part.is_contiguous():
+            return None
     rows = sum(part.shape[0] for part in parts)
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def is_packed(linear: nn.Linear) -> bool:
+    """Whether the weight shares its storage, with the Linears that it was packed with as a rule."""
+    weight = linear.weight
+    return type(weight) is nn.Parameter and weight.untyped_storage().nbytes() > weight.nbytes
 
 
 def pack(linears: list[nn.Linear]) -> bool:
@@ -132,6 +144,28 @@ def unpack(linears: list[nn.Module]) -> None:
             if len(tensors) > 1 and _joined(tensors) is not None:
                 for tensor in tensors:
                     tensor.data = tensor.detach().clone()
+
+
+Projections = Callable[[nn.Module], Iterable[list[nn.Module]]]
+
+
+def packing(projections: Projections, min_width: int = 0) -> tuple[Callable, Callable]:
+    """What a recipe does with the Linears of one input, `projections` of a module: `pack` on a GPU, and `unpack`.
+
+    Those of an input narrower than `min_width` are left: finding them side by side costs the host more than it saves.
+    """
+
+    def installed(module: nn.Module) -> None:
+        for linears in projections(module):
+            weights = [linear.weight for linear in linears if type(linear) is nn.Linear]
+            if all(weight.is_cuda and weight.shape[1] >= min_width for weight in weights):
+                pack(linears)
+
+    def removed(module: nn.Module) -> None:
+        for linears in projections(module):
+            unpack([linear for linear in linears if type(linear) is nn.Linear])
+
+    return installed, removed
 
 
 def _weights(linears: list[nn.Linear]) -> list[Tensor]:

@@ -187,20 +187,23 @@ ACTIVATIONS = {
     ("transformers.activations", "GELUActivation"): "gelu",
     ("transformers.activations", "GELUTanh"): "gelu_tanh",
     ("transformers.activations", "NewGELUActivation"): "gelu_tanh",
+    ("diffusers.models.activations", "FP32SiLU"): "silu",
+    ("diffusers.models.activations", "GEGLU.gelu"): "gelu",  # a method
 }
 
 
-def _gated(cls: type, activation: str) -> Callable:
-    def gated(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+def _gated(known: Union[type, Callable], activation: str) -> Callable:
+    def gated(act: Callable, gate: Tensor, up: Tensor) -> Tensor:
         """act(gate) * up"""
-        if is_plain(act, cls) and gate.shape == up.shape and served(gate, up):
+        is_known = act.__func__ is known if isinstance(act, MethodType) else is_plain(act, known)
+        if is_known and gate.shape == up.shape and served(gate, up):
             return functional.gated_activation(gate, up, activation)
         return act(gate) * up
 
     return gated
 
 
-_ACTIVATION_NAMES = ("act_fn", "activation_fn")
+_ACTIVATION_NAMES = ("act_fn", "activation", "activation_fn", "gate_fn", "gelu", "silu")
 
 
 def _activation_of(node: ast.AST) -> str:
@@ -221,29 +224,28 @@ def _as_gated(product: ast.BinOp) -> ast.Call:
 
 
 @functools.cache
-def _mlp_forward(stock: Callable, act: type, activation: str) -> Callable:
+def _mlp_forward(stock: Callable, act: Union[type, Callable], activation: str) -> Callable:
     tree = _Replace(_is_gated, _as_gated).visit(parsed(stock))
     return rewritten(stock, tree, "gated_mlp", _ltx_gated=_gated(act, activation))
 
 
-def _activation_class(module: nn.Module) -> Union[tuple[type, str], str]:
-    """(class of a module's one activation, what functional.gated_activation calls it), or why it is not known."""
-    acts = [act for act in (getattr(module, name, None) for name in _ACTIVATION_NAMES) if act is not None]
-    cls = type(acts[0]) if acts else None
-    activation = ACTIVATIONS.get((cls.__module__, cls.__qualname__)) if cls else None
-    if len(acts) != 1 or activation is None:
-        return f"its activation is not one that this package knows ({cls.__name__ if cls else 'none'})"
-    return cls, activation
+def _activation_class(module: nn.Module, tree: ast.AST) -> Union[tuple[Union[type, Callable], str], str]:
+    """(class of the one activation that gates in `tree`, its name in functional.gated_activation), or why not."""
+    names = {_activation_of(node.left) or _activation_of(node.right) for node in ast.walk(tree) if _is_gated(node)}
+    if not names:
+        return "it has no gated activation"
+    act = getattr(module, names.pop(), None)
+    act = act.__func__ if isinstance(act, MethodType) else type(act)
+    activation = None if names else ACTIVATIONS.get((act.__module__, act.__qualname__))
+    if activation is None:
+        return f"its activation is not one that this package knows ({act.__name__})"
+    return act, activation
 
 
 def gated_mlp(module: nn.Module) -> Union[Callable, str]:
     """The forward of an MLP whose `act(gate) * up` is one op; the projections are called as they are."""
     tree = parsed(type(module).forward)
-    if isinstance(tree, str):
-        return tree
-    if not any(map(_is_gated, ast.walk(tree))):
-        return "it has no gated activation"
-    activation = _activation_class(module)
+    activation = tree if isinstance(tree, str) else _activation_class(module, tree)
     return activation if isinstance(activation, str) else _mlp_forward(type(module).forward, *activation)
 
 
@@ -262,8 +264,9 @@ def _gate(stock: Callable, act: type, activation: str) -> Callable:
 def install_gate(experts: nn.Module) -> None:
     stock = getattr(type(experts), _GATE, None)
     tree = parsed(stock) if stock is not None and _GATE not in vars(experts) else ""
-    if not isinstance(tree, str) and any(map(_is_gated, ast.walk(tree))):
-        setattr(experts, _GATE, MethodType(_gate(stock, *_activation_class(experts)), experts))
+    activation = tree if isinstance(tree, str) else _activation_class(experts, tree)
+    if not isinstance(activation, str):
+        setattr(experts, _GATE, MethodType(_gate(stock, *activation), experts))
 
 
 def remove_gate(experts: nn.Module) -> None:

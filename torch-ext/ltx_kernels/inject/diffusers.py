@@ -4,9 +4,11 @@ from typing import Callable, Optional, Union
 
 from torch import nn
 
-from . import ltx, ltx_vae
-from .blocks import linear_gelu_tanh
-from .norms import rms_norm_forward, weight_of
+from .. import functional
+from . import decoders, heads, ltx, ltx_vae, streams
+from .blocks import linear_gelu_tanh, packing
+from .deferred import stock_only, taken
+from .norms import know_norm, norm_arguments, rms_norm_forward, weight_of
 from .patching import Recipe, own_forward
 
 
@@ -27,13 +29,112 @@ def _gelu(self, hidden_states):
     return type(self).forward(self, hidden_states) if y is None else y
 
 
+@own_forward("layer_norm")
+def _layer_norm(self, inputs):
+    """FP32LayerNorm: in fp32 without a copy in fp32."""
+    arguments = None if stock_only() or not taken(inputs) else norm_arguments(self, inputs.dtype)
+    if arguments is None:
+        return type(self).forward(self, inputs)
+    return functional.layer_norm(inputs, arguments["weight"], arguments["bias"], arguments["eps"])
+
+
+@own_forward("gated_mlp")
+def _z_image_mlp(self, x):
+    gate, up = self.w1(x), self.w3(x)
+    is_plain_method = "_forward_silu_gating" not in self.__dict__
+    if is_plain_method and gate.shape == up.shape and decoders.served(gate, up):
+        return self.w2(functional.swiglu(gate, up))
+    return self.w2(self._forward_silu_gating(gate, up))
+
+
+def _plan_layer_norm(module: nn.Module) -> Callable:
+    know_norm(type(module))
+    return _layer_norm
+
+
+_MODELS = "diffusers.models."
+_NORMALIZATION = f"{_MODELS}normalization"
+_TRANSFORMERS = f"{_MODELS}transformers.transformer_"
+
+
+def _is_ada_norm(cls: type) -> bool:
+    return recipe_for(cls) is _ADA_NORM
+
+
+_ADA_NORM = Recipe("ada_norm", streams.plan("ada_norm", _is_ada_norm))
+_BLOCK = Recipe("transformer_block", streams.plan("transformer_block", _is_ada_norm))
+_ATTENTION = Recipe("attention", heads.attention, *packing(heads.projections, min_width=2048))
+_GATED_MLP = Recipe("gated_mlp", decoders.gated_mlp)
+
+#: recipe -> module that defines a class: names of classes
+_FAMILIES: dict[Recipe, dict[str, tuple[str, ...]]] = {
+    _ADA_NORM: {
+        _NORMALIZATION: (
+            "AdaLayerNorm",
+            "AdaLayerNormContinuous",
+            "AdaLayerNormZero",
+            "AdaLayerNormZeroSingle",
+            "CogVideoXLayerNormZero",
+            "LuminaLayerNormContinuous",
+            "LuminaRMSNormZero",
+            "SD35AdaLayerNormZeroX",
+        ),
+        f"{_TRANSFORMERS}hunyuan_video": (
+            "HunyuanVideoTokenReplaceAdaLayerNormZero",
+            "HunyuanVideoTokenReplaceAdaLayerNormZeroSingle",
+        ),
+        f"{_TRANSFORMERS}mochi": ("MochiLayerNormContinuous", "MochiModulatedRMSNorm", "MochiRMSNormZero"),
+        f"{_TRANSFORMERS}z_image": ("FinalLayer",),
+    },
+    _BLOCK: {
+        f"{_MODELS}attention": ("BasicTransformerBlock", "JointTransformerBlock"),
+        f"{_MODELS}transformers.cogvideox_transformer_3d": ("CogVideoXBlock",),
+        f"{_TRANSFORMERS}flux": ("FluxTransformerBlock", "FluxSingleTransformerBlock"),
+        f"{_TRANSFORMERS}flux2": ("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
+        f"{_TRANSFORMERS}hunyuan_video": (
+            "HunyuanVideoIndividualTokenRefinerBlock",
+            "HunyuanVideoSingleTransformerBlock",
+            "HunyuanVideoTokenReplaceSingleTransformerBlock",
+            "HunyuanVideoTokenReplaceTransformerBlock",
+            "HunyuanVideoTransformerBlock",
+        ),
+        f"{_TRANSFORMERS}lumina2": ("Lumina2TransformerBlock",),
+        f"{_TRANSFORMERS}mochi": ("MochiTransformerBlock",),
+        f"{_TRANSFORMERS}sd3": ("SD3SingleTransformerBlock",),
+        f"{_TRANSFORMERS}wan": ("WanTransformerBlock",),
+        f"{_TRANSFORMERS}z_image": ("ZImageTransformerBlock",),
+    },
+    Recipe("transformer_block", streams.plan("transformer_block", _is_ada_norm, "_modulate")): {
+        f"{_TRANSFORMERS}qwenimage": ("QwenImageTransformerBlock",),
+    },
+    _ATTENTION: {
+        f"{_MODELS}attention_processor": ("Attention", "MochiAttention"),
+        f"{_TRANSFORMERS}flux": ("FluxAttention",),
+        f"{_TRANSFORMERS}flux2": ("Flux2Attention", "Flux2ParallelSelfAttention"),
+        f"{_TRANSFORMERS}wan": ("WanAttention",),
+    },
+    _GATED_MLP: {
+        f"{_MODELS}activations": ("GEGLU", "SwiGLU"),
+        f"{_MODELS}attention": ("LuminaFeedForward",),
+        f"{_TRANSFORMERS}flux2": ("Flux2SwiGLU",),
+    },
+    Recipe("gated_mlp", lambda module: _z_image_mlp): {f"{_TRANSFORMERS}z_image": ("FeedForward",)},
+}
+
 #: (defining module, class name) -> recipe
 RECIPES: dict[tuple[str, str], Recipe] = {
     # CUDA's autocast runs torch.rms_norm in fp32 and so changes what it returns
     ("torch.nn.modules.normalization", "RMSNorm"): _rms_norm("single", "x", stock_under_autocast=True),
     ("diffusers.models.normalization", "RMSNorm"): _rms_norm("diffusers", "hidden_states"),
     ("diffusers.models.normalization", "MochiRMSNorm"): _rms_norm("single", "hidden_states"),
+    ("diffusers.models.normalization", "FP32LayerNorm"): Recipe("layer_norm", _plan_layer_norm),
     ("diffusers.models.activations", "GELU"): Recipe("gelu", lambda module: _gelu),
+    **{
+        (module, name): recipe
+        for recipe, classes in _FAMILIES.items()
+        for module, names in classes.items()
+        for name in names
+    },
     **ltx.RECIPES,
     **ltx_vae.RECIPES,
 }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .blocks import ResidualStream, modulations, pack, project, runs_stock, unpack
+from .blocks import ResidualStream, modulations, packing, project, runs_stock
 from .norms import FLOATS
 from .patching import Recipe, is_plain, own_forward
 
@@ -463,28 +463,16 @@ def _projections(block: nn.Module) -> Iterator[list[nn.Module]]:
             yield [attn.to_q, attn.to_k, attn.to_v] if name.endswith("attn1") else [attn.to_k, attn.to_v]
 
 
-def _pack(block: nn.Module) -> None:
-    for linears in _projections(block):
-        if all(linear.weight.is_cuda for linear in linears if type(linear) is nn.Linear):
-            pack(linears)
-
-
-def _unpack(block: nn.Module) -> None:
-    for linears in _projections(block):
-        unpack([linear for linear in linears if type(linear) is nn.Linear])
-
-
 _VIDEO, _VIDEO2 = (f"diffusers.models.transformers.transformer_{name}" for name in ("ltx", "ltx2"))
 
 RECIPES = {
     (_VIDEO, "LTXVideoTransformerBlock"): Recipe(
-        "ltx_video.block", _block(_ltx_video_block, "LTX", "LTXVideoAttnProcessor"), _pack, _unpack
+        "ltx_video.block", _block(_ltx_video_block, "LTX", "LTXVideoAttnProcessor"), *packing(_projections)
     ),
     (_VIDEO, "LTXVideoRotaryPosEmbed"): Recipe("ltx_video.rope", lambda module: _ltx_video_rope, None, _forget),
     (_VIDEO2, "LTX2VideoTransformerBlock"): Recipe(
         "ltx2.block",
         _block(_ltx2_block, "LTX2", "LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor"),
-        _pack,
-        _unpack,
+        *packing(_projections),
     ),
 }

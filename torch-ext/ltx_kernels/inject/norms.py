@@ -7,19 +7,19 @@ class's own code.
 
 import functools
 from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from .. import functional
-from .patching import HAS_CUDA, own_forward
+from .patching import HAS_CUDA, is_plain, own_forward
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Within a transform of torch.func or forward-mode AD, for which our ops have no rules."""
     if forward_ad._current_level >= 0:
         return True
@@ -28,7 +28,7 @@ def _is_transformed() -> bool:
 
 def supported(x: Tensor) -> bool:
     """Our ops take this dtype and device, here."""
-    return x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu) and not _is_transformed()
+    return x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu) and not is_transformed()
 
 
 @dataclass(frozen=True)
@@ -125,3 +125,45 @@ def weight_of(module: nn.Module) -> tuple[Optional[Tensor], Optional[str]]:
     if weight is not None and weight.dim() != 1:
         return None, f"it normalises over {weight.dim()} dimensions"
     return weight, None
+
+
+class _Norm(NamedTuple):
+    statistic: str
+    any_weight: bool = False  # the result has x's dtype whatever the weight's is
+
+
+#: norms that fused ops compute, by defining module and name
+_NORMS = {
+    ("torch.nn.modules.normalization", "LayerNorm"): _Norm("layer"),
+    ("torch.nn.modules.normalization", "RMSNorm"): _Norm("rms", True),
+    ("diffusers.models.normalization", "FP32LayerNorm"): _Norm("layer", True),
+    ("diffusers.models.normalization", "RMSNorm"): _Norm("rms"),
+    ("diffusers.models.normalization", "MochiRMSNorm"): _Norm("rms", True),
+}
+_known: dict[type, _Norm] = {}  # by class: what is looked up in each call
+
+
+def know_norm(cls: type) -> bool:
+    """Whether `norm_arguments` will know a class; to be asked once before it does."""
+    norm = _NORMS.get((cls.__module__, cls.__qualname__))
+    if norm is not None:
+        _known[cls] = norm
+    return norm is not None
+
+
+def norm_arguments(norm: nn.Module, dtype: torch.dtype) -> Optional[dict]:
+    """What `ada_norm` needs to compute `norm` of an x of `dtype`; None where it cannot, or where `norm` has hooks."""
+    cls = type(norm)
+    kind = _known.get(cls)
+    if kind is None or not is_plain(norm, cls) or len(getattr(norm, "normalized_shape", (0,))) != 1:
+        return None
+    parameters, eps = norm._parameters, norm.eps
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    for parameter in (weight, bias):
+        if parameter is not None:
+            known_dtype = parameter.dtype is dtype or (kind.any_weight and parameter.dtype in FLOATS)
+            if parameter.dim() != 1 or not known_dtype:
+                return None
+    if eps is None:  # torch.nn.RMSNorm: that of the dtype it computes in
+        eps = torch.finfo(torch.float32).eps
+    return {"weight": weight, "bias": bias, "eps": eps, "norm": kind.statistic}

@@ -103,7 +103,11 @@ def _fingerprint(code: CodeType) -> tuple:
 
 def rewritten(forward: Callable, tree: ast.FunctionDef, kind: str, **helpers: Callable) -> Callable:
     """The forward that a changed tree of `forward` says, which may use the names of `helpers`."""
-    stock = innermost(forward)
+    return own_forward(kind)(_rewrapped(forward, recompiled(innermost(forward), tree, **helpers)))
+
+
+def recompiled(stock: FunctionType, tree: ast.FunctionDef, **helpers: Any) -> FunctionType:
+    """The function that a changed tree of `stock`, a function without decorators, says."""
     module = ast.parse(f"def make({', '.join(helpers)}):\n    return {tree.name}")
     module.body[0].body.insert(0, tree)
     namespace: dict[str, Any] = {}
@@ -112,7 +116,7 @@ def rewritten(forward: Callable, tree: ast.FunctionDef, kind: str, **helpers: Ca
     function = namespace["make"](**helpers)
     function.__defaults__, function.__kwdefaults__ = stock.__defaults__, stock.__kwdefaults__
     function.__annotations__, function.__qualname__ = dict(stock.__annotations__), stock.__qualname__
-    return own_forward(kind)(_rewrapped(forward, function))
+    return function
 
 
 def call(function: str, *arguments: ast.expr, keywords: Sequence[ast.keyword] = ()) -> ast.Call:

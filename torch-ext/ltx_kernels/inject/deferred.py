@@ -1,0 +1,188 @@
+"""Values that are computed when they are needed: how the forwards of diffusers are fused without being copied.
+
+diffusers writes a block as one expression a line: a gate times a branch, a sum, a norm, a scale, a shift. The forward
+of the class is taken as it is (rewriting.py), and its operations are handed to functions that put off what may become
+part of one of our ops. Whatever looks at such a value, or passes it on, gets the tensor: in one op where what was put
+off is one, else as the library computes it. So the order of statements, the names and the branches of a forward do not
+matter, and a family is a line in a table.
+
+streams.py puts off what a block does with its residual stream, heads.py what an attention does with query and key.
+"""
+
+import ast
+from typing import Any, Callable, Optional, Union
+
+import torch
+from torch import Tensor
+
+from .norms import FLOATS, is_transformed
+from .patching import HAS_CUDA
+from .rewriting import call, innermost, parsed, recompiled, rewritten
+
+INNER = "_ltx_kernels_inner"
+
+
+def stock_only() -> bool:
+    """Whether this call belongs to the class's own code: with grad, under autocast, within a transform.
+
+    The ops have no backward, and what wants a gradient may be a tensor that a hook inside brings in.
+    """
+    return torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or is_transformed()
+
+
+def taken(x: Any) -> bool:
+    """A tensor of a dtype and a device that our ops take."""
+    return isinstance(x, Tensor) and x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu)
+
+
+class Deferred:
+    """A tensor that is not computed yet. What a subclass does not answer itself is asked of the tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype  # the one that the library's expression has
+    operands: tuple[str, ...]  # attributes that are of no use any more when it is computed: they may be large
+
+    def __init__(self):
+        self.computed: Optional[Tensor] = None
+
+    def compute(self) -> Tensor:
+        raise NotImplementedError
+
+    def value(self) -> Tensor:
+        return self.resolve(self.compute()) if self.computed is None else self.computed
+
+    def resolve(self, computed: Tensor) -> Tensor:
+        self.computed = computed
+        for name in self.operands:
+            setattr(self, name, None)
+        return computed
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value()[index]
+
+
+def value(x: Any) -> Any:
+    """A tensor for a deferred one, within lists and tuples too; all else as it is."""
+    if type(x) is Tensor:
+        return x
+    if isinstance(x, Deferred):
+        return x.value()
+    if type(x) in (list, tuple):
+        return type(x)([value(item) for item in x])
+    return x
+
+
+# ---- forwards
+
+
+class Defer(ast.NodeTransformer):
+    """Hands the operations of a forward to helpers; here the rule for all others: they get tensors."""
+
+    @classmethod
+    def value(cls, node: ast.expr) -> ast.expr:
+        if isinstance(node, ast.Starred):
+            return ast.Starred(cls.value(node.value), node.ctx)
+        return call("_ltx_value", node) if cls.may_be_deferred(node) else node
+
+    @classmethod
+    def may_be_deferred(cls, node: ast.expr) -> bool:
+        if isinstance(node, ast.Subscript):
+            return cls.may_be_deferred(node.value)
+        if isinstance(node, ast.Call):  # of a helper, or one of the methods that a deferred value has itself
+            function = node.func
+            if isinstance(function, ast.Name):
+                return function.id.startswith("_ltx_") and function.id != "_ltx_value"
+            return function.attr in cls.answered or getattr(function.value, "id", "").startswith("_ltx_")
+        return isinstance(node, (ast.Name, ast.IfExp, ast.Tuple, ast.List))
+
+    answered: tuple[str, ...] = ()
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        node.args = [self.value(argument) for argument in node.args]
+        for keyword in node.keywords:
+            if keyword.arg is not None:  # **options holds what the caller gave
+                keyword.value = self.value(keyword.value)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        node.left, node.right = self.value(node.left), self.value(node.right)
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        node.operand = self.value(node.operand)
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        if not all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops):
+            node.left, node.comparators = self.value(node.left), [self.value(other) for other in node.comparators]
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        if any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
+            node.value = self.value(node.value)  # it leaves the forward
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node  # a function within the forward gets tensors, see below
+
+    def body_of(self, tree: ast.FunctionDef) -> None:
+        tree.body = [self.visit(statement) for statement in tree.body]
+
+
+_NOT_FOLLOWED = (ast.AnnAssign, ast.AugAssign, ast.Await, ast.Dict, ast.Lambda, ast.NamedExpr, ast.Try, ast.Yield)
+
+
+def deferred_tree(function: Callable, defer: Defer) -> Union[ast.FunctionDef, str]:
+    """The tree of a function of a library with its operations handed to helpers, or why not."""
+    tree = parsed(function)
+    if isinstance(tree, str):
+        return tree
+    other = [node for node in ast.walk(tree) if isinstance(node, _NOT_FOLLOWED) and getattr(node, "values", True)]
+    if other or innermost(function).__code__.co_cellvars:  # a function within the forward that uses its variables
+        what = type(other[0]).__name__ if other else "closure"
+        return f"its {tree.name} holds what this package does not follow ({what})"
+    defer.body_of(tree)
+    return tree
+
+
+def deferred_forward(stock: Callable, kind: str, tree: ast.FunctionDef, **helpers: Callable) -> Callable:
+    """The own forward for a class's `stock`: its code where `stock_only`, else `tree`, whose results it computes.
+
+    Forwards that are deferred themselves call what `tree` says directly (INNER) and may get a deferred value back.
+    """
+    inner = recompiled(innermost(stock), tree, **helpers)
+    outer = parsed(stock)
+    arguments = outer.args
+    positional = [ast.Name(a.arg, ast.Load()) for a in (*arguments.posonlyargs, *arguments.args)]
+    if arguments.vararg:
+        positional.append(ast.Starred(ast.Name(arguments.vararg.arg, ast.Load()), ast.Load()))
+    keywords = [ast.keyword(a.arg, ast.Name(a.arg, ast.Load())) for a in arguments.kwonlyargs]
+    if arguments.kwarg:
+        keywords.append(ast.keyword(None, ast.Name(arguments.kwarg.arg, ast.Load())))
+
+    def passed_to(name: str) -> ast.expr:
+        return call(name, *positional, keywords=keywords)
+
+    outer.body = [
+        ast.If(call("_ltx_stock_only"), [ast.Return(passed_to("_ltx_stock"))], []),
+        ast.Return(call("_ltx_value", passed_to("_ltx_inner"))),
+    ]
+    helpers = {"_ltx_stock_only": stock_only, "_ltx_stock": innermost(stock), "_ltx_inner": inner, "_ltx_value": value}
+    forward = rewritten(stock, outer, kind, **helpers)
+    if innermost(stock) is stock:  # else a decorator has a part in it
+        setattr(forward, INNER, inner)
+    return forward

@@ -1,0 +1,607 @@
+"""Query and key between their projections and the attention: norm and rotary embedding of both in one op.
+
+The `__call__` of a processor is taken as it is. A norm of query or key is put off, and so are what is done to it until
+the tensor is needed: splitting into heads, a rotation of all tokens or of some, a concatenation with the other stream.
+When the one of query and key is needed, the other is computed with it.
+"""
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, Callable, NamedTuple, Optional, Union
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from .blocks import is_packed, project
+from .deferred import Defer, Deferred, deferred_tree, stock_only, taken, value
+from .norms import FLOATS, know_norm, norm_arguments
+from .rewriting import call, parsed, recompiled, rewritten, self_attribute
+
+
+class Tables(NamedTuple):
+    """Cosines and sines of all tokens that are rotated: [S, w], [B | 1, S, w] or [B | 1, S, 1 | H, w]."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = True
+
+    def tokens(self) -> int:
+        return self.cos.shape[0 if self.cos.dim() == 2 else 1]
+
+    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        cos, sin = self.cos, self.sin
+        dim = 0 if cos.dim() == 2 else 1
+        if start == 0 and stop == cos.shape[dim]:
+            return cos, sin
+        return cos.narrow(dim, start, stop - start), sin.narrow(dim, start, stop - start)
+
+
+def _slice_of(index: Any, shape: torch.Size) -> Optional[tuple[int, int, int]]:
+    """(dim, start, stop), where `x[index]` is a slice along dimension 1 or 2 and nothing else."""
+    if type(index) is not tuple or len(index) not in (2, 3) or any(type(part) is not slice for part in index):
+        return None
+    dim = len(index) - 1
+    part, size = index[dim], shape[dim]
+    if part.step is not None or any(whole != slice(None) for whole in index[:dim]):
+        return None
+    # Dynamo knows no slice.indices.
+    start, stop = 0 if part.start is None else part.start, size if part.stop is None else part.stop
+    start, stop = start + size if start < 0 else start, stop + size if stop < 0 else stop
+    return (dim, start, stop) if 0 <= start < stop <= size else None
+
+
+class Projected(Deferred):
+    """linear(x): one GEMM with the other projections of x, where their weights lie side by side."""
+
+    operands = ("x", "linear")
+
+    def __init__(self, step: "Step", x: Tensor, linear: nn.Module):
+        super().__init__()
+        self.step, self.x, self.linear = step, x, linear
+
+    def compute(self) -> Tensor:
+        x = self.x
+        together = [other for other in self.step.projections if other.x is x]
+        self.step.projections = [other for other in self.step.projections if other.x is not x]
+        if len(together) == 1:
+            return self.linear(x)
+        for projected, result in zip(together, project(x, [each.linear for each in together])):
+            projected.resolve(result)
+        return self.computed
+
+
+class Heads(Deferred):
+    """norm(x), some of its tokens rotated.
+
+    x is [B, S, H, d], or [B, H, S, d] where `tokens` is 2. The tokens [start, stop) are rotated by the rows of `tables`
+    from `row` on.
+    """
+
+    operands = ("x", "whole", "arguments", "tables")
+
+    def __init__(self, step: "Step", x: Tensor, arguments: Optional[dict], across: bool = False):
+        super().__init__()
+        self.step, self.x, self.arguments, self.across = step, x, arguments, across
+        self.shape, self.dtype = x.shape, x.dtype
+        self.tokens = 2 if x.dim() == 4 and x.stride(1) < x.stride(2) else 1
+        self.whole, self.offset = x, 0  # the tensor that x is a slice of, along `tokens`, from `offset` on
+        self.tables: Optional[Tables] = None
+        self.start = self.stop = self.row = 0
+
+    def is_open(self) -> bool:
+        return self.computed is None and self.tables is None
+
+    def unflatten(self, dim: int, sizes: Any) -> Any:
+        """Heads of a norm over all of them."""
+        if self.is_open() and self.x.dim() == 3 and dim in (2, -1):
+            return self.step.replace(self, Heads(self.step, self.x.unflatten(dim, sizes), self.arguments, across=True))
+        return self.value().unflatten(dim, sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A slice of the tokens stays deferred."""
+        if self.is_open() and self.x.dim() == 4 and self.x is self.whole:
+            part = _slice_of(index, self.shape)
+            if part is not None and part[0] == self.tokens:
+                made = Heads(self.step, self.x[index], self.arguments, self.across)
+                made.tokens, made.whole, made.offset = self.tokens, self.x, part[1]
+                return self.step.replace(self, made)
+        return self.value()[index]
+
+    def rotated(self, tables: Tables, tokens: int, row: int) -> "Heads":
+        """All its tokens, which are along dimension `tokens`."""
+        made = Heads(self.step, self.x, self.arguments, self.across)
+        if tokens == self.tokens:
+            made.whole, made.offset = self.whole, self.offset
+        made.tokens, made.tables, made.stop, made.row = tokens, tables, self.shape[tokens], row
+        return self.step.replace(self, made)
+
+    def in_place(self) -> "Heads":
+        """The whole tensor, of which only these tokens are rotated."""
+        made = Heads(self.step, self.whole, self.arguments, self.across)
+        made.tokens, made.tables, made.row = self.tokens, self.tables, self.row
+        made.start, made.stop = self.offset, self.offset + self.shape[self.tokens]
+        return self.step.replace(self, made)
+
+    def pairs_with(self, other: "Heads") -> bool:
+        """One op computes both."""
+        if other is self or other.computed is not None or other.dtype is not self.dtype:
+            return False
+        ours, theirs = self.arguments, other.arguments
+        if (ours is None) != (theirs is None):
+            return False
+        if ours is not None and (ours["eps"] != theirs["eps"] or ours["norm"] != theirs["norm"]):
+            return False
+        same = self.across is other.across and self.tables is other.tables and self.tokens == other.tokens
+        if not same or (self.start, self.stop, self.row) != (other.start, other.stop, other.row):
+            return False
+        if len(self.shape) != len(other.shape) or self.shape[0] != other.shape[0] or self.shape[-1] != other.shape[-1]:
+            return False
+        return self.tables is None or self.shape[self.tokens] == other.shape[self.tokens]
+
+    def compute(self) -> Tensor:
+        other = self.step.partner_of(self)
+        swap = self.tokens == 2
+        x, y = (None if each is None else each.x.transpose(1, 2) if swap else each.x for each in (self, other))
+        cos = sin = None
+        where = {}
+        if self.tables is not None:
+            cos, sin = self.tables.rows(self.row, self.row + self.stop - self.start)
+            where = {"rope_start": self.start, "rope_len": self.stop - self.start}
+            where["interleaved"] = self.tables.interleaved
+        norm = self.arguments or _NO_NORM
+        with_norm = _NO_NORM if other is None else other.arguments or _NO_NORM
+        result, with_it = functional.qk_norm_rope(
+            x,
+            y,
+            norm["weight"],
+            with_norm["weight"],
+            cos,
+            sin,
+            norm["eps"],
+            across_heads=self.across,
+            norm=norm["norm"],
+            q_bias=norm["bias"],
+            k_bias=with_norm["bias"],
+            **where,
+        )
+        if other is not None:
+            other.resolve(with_it.transpose(1, 2) if swap else with_it)
+        return result.transpose(1, 2) if swap else result
+
+
+_NO_NORM = {"weight": None, "bias": None, "eps": 1e-6, "norm": "none"}
+
+
+class Joined(Deferred):
+    """torch.cat of tokens, some of them deferred."""
+
+    operands = ("parts",)
+
+    def __init__(self, parts: list, dim: int):
+        super().__init__()
+        self.parts, self.along, self.dtype = parts, dim, parts[0].dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value().shape
+
+    def compute(self) -> Tensor:
+        return torch.cat(value(self.parts), dim=self.along)
+
+
+class Step:
+    """One call of a processor: what it has put off."""
+
+    def __init__(self, conventions: tuple, own_convention: Optional[Callable]):
+        self.pending: list[Heads] = []
+        self.projections: list[Projected] = []
+        self.conventions = conventions  # (function, its convention)
+        self.own_convention = own_convention  # of a function that is defined within the processor
+        self.made_from: Any = None
+        self.tables: Optional[Tables] = None
+
+    def replace(self, old: Optional[Heads], new: Heads) -> Heads:
+        self.pending = [heads for heads in self.pending if heads is not old]
+        self.pending.append(new)
+        return new
+
+    def partner_of(self, heads: Heads) -> Optional[Heads]:
+        for other in self.pending:
+            if heads.pairs_with(other):
+                return other
+        return None
+
+    # What the operations of a processor become.
+
+    def project(self, linear: Any, x: Any) -> Any:
+        if type(linear) is not nn.Linear or torch.compiler.is_compiling() or not is_packed(linear):
+            return linear(value(x))
+        projected = Projected(self, value(x), linear)
+        self.projections.append(projected)
+        return projected
+
+    def follow(self, function: Callable, *args: Any, **options: Any) -> Any:
+        """A function of the library that makes the projections."""
+        followed = None if torch.compiler.is_compiling() else _followed.get(function)
+        return function(*value(args), **options) if followed is None else followed(self, *args, **options)
+
+    def norm(self, norm: Any, x: Any) -> Any:
+        x = value(x)
+        if taken(x) and x.dim() in (3, 4) and isinstance(norm, nn.Module):
+            arguments = norm_arguments(norm, x.dtype)
+            if arguments is not None:
+                return self.replace(None, Heads(self, x, arguments, across=x.dim() == 3))
+        return norm(x)
+
+    def rope(self, function: Callable, x: Any, *args: Any, **options: Any) -> Any:
+        convention = self.own_convention
+        for known, its_convention in self.conventions:
+            if function is known:
+                convention = its_convention
+        made = None if convention is None else convention(*args, **options)
+        if made is not None:
+            tables, tokens = self._tables(*made), made[2]
+            if tables is not None:
+                result = self._rotated(x, tables, tokens)
+                if result is not None:
+                    return result
+        return function(value(x), *value(args), **options)
+
+    def _tables(self, convention: Callable, source: Any, tokens: int) -> Optional[Tables]:
+        # Query and key come with the same tables: what is made of them is made once, and is known to be the same.
+        parts = source if type(source) in (list, tuple) else (source,)
+        known = self.made_from
+        if known is None or len(known) != len(parts) or any(a is not b for a, b in zip(known, parts)):
+            self.made_from, self.tables = parts, convention(*parts)
+        return self.tables
+
+    def _rotated(self, x: Any, tables: Tables, tokens: int) -> Optional[Deferred]:
+        is_joined = isinstance(x, Joined) and x.computed is None and x.along == tokens
+        parts = [self._as_heads(part, tables, tokens) for part in (x.parts if is_joined else [x])]
+        if None in parts or sum(part.shape[tokens] for part in parts) != tables.tokens():
+            return None
+        row = 0
+        for i, part in enumerate(parts):
+            parts[i] = part.rotated(tables, tokens, row)
+            row += part.shape[tokens]
+        return Joined(parts, tokens) if is_joined else parts[0]
+
+    def _as_heads(self, x: Any, tables: Tables, tokens: int) -> Optional[Heads]:
+        """x as heads that `tables` can rotate."""
+        if not (isinstance(x, Heads) and x.is_open()):
+            x = value(x)
+            if not taken(x):
+                return None
+            x = self.replace(None, Heads(self, x, None))
+        cos = tables.cos
+        width, size = cos.shape[-1], x.shape[-1]
+        if len(x.shape) != 4 or width not in (size, size // 2) or size % 2 or cos.device != x.x.device:
+            return None
+        fits = (cos.dim() < 3 or cos.shape[0] in (1, x.shape[0])) and (
+            cos.dim() < 4 or cos.shape[2] in (1, x.shape[3 - tokens])
+        )
+        return x if fits else None
+
+    def cat(self, parts: Any, dim: int = 0) -> Any:
+        if not any(isinstance(part, Deferred) for part in parts):
+            return torch.cat(parts, dim=dim)
+        if len(parts) == 2 and all(isinstance(part, Heads) and part.computed is None for part in parts):
+            rotated, rest = parts
+            end = rotated.shape[dim]
+            are_halves = rotated.whole is rest.whole and rotated.tokens == rest.tokens == dim and rest.is_open()
+            if (
+                are_halves
+                and (rotated.offset, rest.offset) == (0, end)
+                and end + rest.shape[dim] == rest.whole.shape[dim]
+            ):
+                self.pending = [heads for heads in self.pending if heads is not rest]
+                return rotated.in_place()
+        return Joined(list(parts), dim)
+
+    def put(self, x: Any, index: Any, rotated: Any) -> Any:
+        """x, after x[index] = rotated."""
+        are_heads = isinstance(x, Heads) and isinstance(rotated, Heads) and rotated.computed is None
+        if are_heads and x.is_open() and rotated.whole is x.x:
+            begin, size = rotated.offset, rotated.shape[rotated.tokens]
+            if _slice_of(index, x.shape) == (rotated.tokens, begin, begin + size):
+                return rotated.in_place()
+        x, rotated = value(x), value(rotated)
+        x[index] = rotated
+        return x
+
+
+def divide(x: Any, divisor: Any) -> Any:
+    """x / divisor; Attention divides by a factor that is 1 in all but a few models."""
+    x = value(x)
+    if type(divisor) in (int, float) and divisor == 1 and isinstance(x, Tensor) and x.is_floating_point():
+        return x
+    return x / divisor
+
+
+# ---- conventions of rotary tables
+
+# A convention says what it makes of the arguments behind x: (what makes the tables, of what, the dimension of tokens).
+
+
+def _real(cos: Tensor, sin: Tensor) -> Optional[Tables]:
+    is_table = isinstance(cos, Tensor) and cos.shape == sin.shape and cos.dtype in FLOATS and cos.dtype is sin.dtype
+    return Tables(cos, sin) if is_table and cos.dim() in (2, 3, 4) else None
+
+
+def _real_in_halves(cos: Tensor, sin: Tensor) -> Optional[Tables]:
+    tables = _real(cos, sin)
+    return tables and tables._replace(interleaved=False)
+
+
+def _of_each_head(cos: Tensor, sin: Tensor) -> Optional[Tables]:
+    return _real(cos[None], sin[None]) if cos.dim() == 3 else None  # [S, H, d / 2]
+
+
+MADE = "_ltx_kernels_tables"
+
+
+def _complex(freqs: Tensor) -> Optional[Tables]:
+    """Of e**(i * angle), whose parts are no whole vectors: they are copied, and kept with the tensor for all layers.
+
+    Not while a CUDA graph is captured: it must make what it reads itself, for `freqs` may be changed before a replay.
+    """
+    if not (isinstance(freqs, Tensor) and freqs.is_complex() and freqs.dim() in (2, 3)):
+        return None
+    may_keep = not torch.compiler.is_compiling() and not freqs.is_inference()
+    may_keep = may_keep and not (freqs.is_cuda and torch.cuda.is_current_stream_capturing())
+    version, tables = getattr(freqs, MADE, (None, None)) if may_keep else (None, None)
+    if tables is None or version != freqs._version:
+        tables = Tables(freqs.real.float().contiguous(), freqs.imag.float().contiguous())
+        if may_keep:
+            setattr(freqs, MADE, (freqs._version, tables))
+    return tables
+
+
+def _diffusers(freqs_cis, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
+    if not use_real:
+        return _complex, freqs_cis, 1
+    make = {-1: _real, -2: _real_in_halves}.get(use_real_unbind_dim)
+    return (make, freqs_cis, sequence_dim) if make and sequence_dim in (1, 2) else None
+
+
+def _qwen(freqs_cis, use_real=True, use_real_unbind_dim=-1):
+    return None if use_real else (_complex, freqs_cis, 1)
+
+
+def _wan(freqs_cos, freqs_sin):
+    return _real, (freqs_cos, freqs_sin), 1  # each value twice, as FLUX has them
+
+
+def _mochi(freqs_cos, freqs_sin):
+    return _of_each_head, (freqs_cos, freqs_sin), 1
+
+
+def _z_image(freqs_cis):
+    return _complex, freqs_cis, 1
+
+
+#: functions that rotate, by module and name -> convention
+ROPES = {
+    ("diffusers.models.embeddings", "apply_rotary_emb"): _diffusers,
+    ("diffusers.models.transformers.transformer_qwenimage", "apply_rotary_emb_qwen"): _qwen,
+}
+
+# ---- processors
+
+_MODELS = "diffusers.models."
+_TRANSFORMERS = f"{_MODELS}transformers.transformer_"
+_ATTENTION = f"{_MODELS}attention_processor"
+
+#: (defining module, class) -> the convention of an apply_rotary_emb that it defines itself, or None
+PROCESSORS: dict[tuple[str, str], Optional[Callable]] = {
+    (_ATTENTION, "AttnProcessor2_0"): None,
+    (_ATTENTION, "FusedAttnProcessor2_0"): None,
+    (_ATTENTION, "JointAttnProcessor2_0"): None,
+    (_ATTENTION, "FusedJointAttnProcessor2_0"): None,
+    (_ATTENTION, "CogVideoXAttnProcessor2_0"): None,
+    (_ATTENTION, "FusedCogVideoXAttnProcessor2_0"): None,
+    (_ATTENTION, "MochiAttnProcessor2_0"): _mochi,
+    (f"{_TRANSFORMERS}flux", "FluxAttnProcessor"): None,
+    (f"{_TRANSFORMERS}flux2", "Flux2AttnProcessor"): None,
+    (f"{_TRANSFORMERS}flux2", "Flux2KVAttnProcessor"): None,
+    (f"{_TRANSFORMERS}flux2", "Flux2ParallelSelfAttnProcessor"): None,
+    (f"{_TRANSFORMERS}flux2", "Flux2KVParallelSelfAttnProcessor"): None,
+    (f"{_TRANSFORMERS}hunyuan_video", "HunyuanVideoAttnProcessor2_0"): None,
+    (f"{_TRANSFORMERS}lumina2", "Lumina2AttnProcessor2_0"): None,
+    (f"{_TRANSFORMERS}qwenimage", "QwenDoubleStreamAttnProcessor2_0"): None,
+    (f"{_TRANSFORMERS}wan", "WanAttnProcessor"): _wan,
+    (f"{_TRANSFORMERS}z_image", "ZSingleStreamAttnProcessor"): _z_image,
+}
+
+#: names of attributes that project, and of functions that do
+_PROJECTIONS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
+_FOLLOWED = ("_get_qkv_projections", "_get_projections", "_get_added_kv_projections")
+
+_FUSED = "Fused"  # fuse_qkv_projections puts FusedX in the place of X
+
+
+class _DeferHeads(Defer):
+    answered = ("unflatten",)
+
+    def __init__(self, within: bool = False):
+        self.within = within  # the step: what is returned stays in it
+
+    @staticmethod
+    def _step(method: str, *arguments: ast.expr, keywords: list = ()) -> ast.Call:
+        function = ast.Attribute(ast.Name("_ltx_step", ast.Load()), method, ast.Load())
+        return ast.Call(function, list(arguments), list(keywords))
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        function = node.func
+        is_attribute = isinstance(function, ast.Attribute) and len(node.args) == 1 and not node.keywords
+        if is_attribute and getattr(function.value, "id", "") == "attn":
+            for method, is_meant in (
+                ("norm", "norm_" in function.attr),
+                ("project", function.attr in sum(_PROJECTIONS, ())),
+            ):
+                if is_meant:
+                    return self._step(method, function, self.visit(node.args[0]))
+        if isinstance(function, ast.Name):
+            followed, rotates = function.id in _FOLLOWED, function.id.startswith("apply_rotary_emb")
+            if followed or rotates:
+                self.generic_visit(node)
+                return self._step("follow" if followed else "rope", function, *node.args, keywords=node.keywords)
+        if isinstance(function, ast.Attribute) and function.attr == "cat":
+            self.generic_visit(node)
+            return self._step("cat", *node.args, keywords=node.keywords)
+        return super().visit_Call(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        if isinstance(node.op, ast.Div):
+            self.generic_visit(node)
+            return call("_ltx_divide", node.left, node.right)
+        return super().visit_BinOp(node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        (target,) = node.targets if len(node.targets) == 1 else (None,)
+        if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
+            return super().visit_Assign(node)
+        self.generic_visit(node)
+        name, index = target.value.id, target.slice
+        node.targets = [ast.Name(name, ast.Store())]
+        node.value = self._step("put", ast.Name(name, ast.Load()), _as_index(index), node.value)
+        return node
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        self.generic_visit(node)
+        if not self.within:
+            node.value = node.value and self.value(node.value)
+        return node
+
+
+def _as_index(node: ast.expr) -> ast.expr:
+    """What stands between brackets, as an expression."""
+    if isinstance(node, ast.Slice):
+        bounds = [bound or ast.Constant(None) for bound in (node.lower, node.upper, node.step)]
+        return ast.Call(ast.Name("slice", ast.Load()), bounds, [])
+    if isinstance(node, ast.Tuple):
+        return ast.Tuple([_as_index(item) for item in node.elts], ast.Load())
+    return node
+
+
+def _names(function: Callable) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+_processors: dict[type, Optional[Callable]] = {}
+_followed: dict[Callable, Callable] = {}
+
+
+def _follow(module: str) -> None:
+    for name in _FOLLOWED:
+        function = getattr(sys.modules[module], name, None)
+        tree = deferred_tree(function, _DeferHeads(within=True)) if function is not None else ""
+        if not isinstance(tree, str):
+            tree.args.args.insert(0, ast.arg("_ltx_step"))
+            _followed[function] = recompiled(function, tree, _ltx_divide=divide, _ltx_value=value)
+
+
+def _rewritten_call(cls: type) -> Union[Callable, str]:
+    name = (cls.__module__, cls.__qualname__)
+    if name not in PROCESSORS:
+        return f"its processor {cls.__name__} is not one that this package knows"
+    tree = deferred_tree(cls.__call__, _DeferHeads())
+    if isinstance(tree, str):
+        return tree
+    step = ast.Assign([ast.Name("_ltx_step", ast.Store())], call("_ltx_begin"))
+    tree.body.insert(0, ast.copy_location(step, tree.body[0]))
+    found = [(getattr(sys.modules.get(module), name, None), module, rope) for (module, name), rope in ROPES.items()]
+    conventions = tuple(
+        (f, rope)
+        for f, module, rope in found
+        if getattr(f, "__module__", None) == module and _names(f)[1:] == _names(rope)
+    )
+    own_convention = PROCESSORS[name]
+    own = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node is not tree]
+    if own_convention and [[a.arg for a in f.args.args[1:]] for f in own] != [_names(own_convention)]:
+        return f"the rotation in its processor {cls.__name__} takes other arguments than this package knows"
+
+    _follow(cls.__module__)
+
+    def begin() -> Step:
+        return Step(conventions, own_convention)
+
+    return recompiled(cls.__call__, tree, _ltx_begin=begin, _ltx_divide=divide, _ltx_value=value)
+
+
+@functools.cache
+def _fused_call(cls: type) -> Union[Callable, str]:
+    fused = _rewritten_call(cls)
+    _processors[cls] = None if isinstance(fused, str) else fused
+    return fused
+
+
+def process(processor: Any, *args: Any, **options: Any) -> Any:
+    """processor(..), in its rewritten form where its class is known: looked at on each call, for it may be changed."""
+    fused = None if stock_only() else _processors.get(type(processor))
+    return processor(*args, **options) if fused is None else fused(processor, *args, **options)
+
+
+_signature_of = functools.cache(inspect.signature)
+
+
+def signature(function: Callable) -> inspect.Signature:
+    """inspect.signature of a processor's __call__, which takes as long as launching a few kernels, once."""
+    if torch.compiler.is_compiling() or not isinstance(function, MethodType):
+        return inspect.signature(function)
+    return _signature_of(function.__func__)
+
+
+class _Process(ast.NodeTransformer):
+    found = False
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if self_attribute(node.func) == "processor":
+            self.found = True
+            return call("_ltx_process", node.func, *node.args, keywords=node.keywords)
+        if ast.unparse(node) == "inspect.signature(self.processor.__call__)":
+            return call("_ltx_signature", *node.args)
+        return node
+
+
+@functools.cache
+def _forward(stock: Callable) -> Union[Callable, str]:
+    tree = parsed(stock)
+    if isinstance(tree, str):
+        return tree
+    process_calls = _Process()
+    tree = process_calls.visit(tree)
+    if not process_calls.found:
+        return "its forward calls no processor"
+    return rewritten(stock, tree, "attention", _ltx_process=process, _ltx_signature=signature)
+
+
+def projections(attn: nn.Module) -> Iterator[list[nn.Module]]:
+    """The Linears of one input: of query, key and value, or of key and value alone."""
+    for names in _PROJECTIONS:
+        linears = [getattr(attn, name, None) for name in names]
+        linears = [linear for linear in linears if type(linear) is nn.Linear]
+        widths = [linear.in_features for linear in linears]
+        if len(linears) > 1:
+            yield linears if len(set(widths)) == 1 else linears[1:]
+
+
+def attention(module: nn.Module) -> Union[Callable, str]:
+    """The forward of an attention module; what it does itself stays, its processor's work on heads is fused."""
+    cls = type(module.processor)
+    fused = _fused_call(cls)
+    if isinstance(fused, str):
+        return fused
+    other = cls.__name__[len(_FUSED) :] if cls.__name__.startswith(_FUSED) else _FUSED + cls.__name__
+    other = getattr(sys.modules[cls.__module__], other, None)
+    if inspect.isclass(other):
+        _fused_call(other)
+    for child in module.children():
+        know_norm(type(child))
+    return _forward(type(module).forward)

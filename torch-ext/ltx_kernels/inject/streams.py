@@ -1,0 +1,342 @@
+"""The residual stream of a block: what its forward does around its attentions and its feed-forwards, in few ops.
+
+    norm(x) * (1 + scale) + shift      one op: ada_norm
+    residual + gate * branch           one op: gated_residual
+    that sum, when a norm reads it     one op: residual_ada_norm
+    gelu(linear(x))                    one GEMM with its epilogue, on a GPU in half precision
+
+Each is a deferred value (deferred.py) that grows as long as the forward goes on so. A chain in fp32 that is cast back
+(Wan, Mochi) is one op as well: our ops compute in fp32 and round once.
+"""
+
+import ast
+import functools
+from types import MethodType
+from typing import Any, Callable, Optional, Union
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from .blocks import linear_gelu_tanh
+from .deferred import INNER, Defer, Deferred, deferred_forward, deferred_tree, taken, value
+from .norms import know_norm, norm_arguments
+from .patching import is_plain
+from .rewriting import call, recompiled, self_attribute
+
+# ---- deferred values
+
+
+class Upcast(Deferred):
+    """x.float() of a half precision x: our ops read x itself."""
+
+    operands = ()  # x may still be read
+
+    def __init__(self, x: Union[Tensor, Deferred]):
+        super().__init__()
+        self.x, self.shape, self.dtype = x, x.shape, torch.float32
+
+    def compute(self) -> Tensor:
+        return value(self.x).float()
+
+    def __getitem__(self, index: Any) -> "Upcast":
+        return Upcast(self.x[index])
+
+    def unsqueeze(self, dim: int) -> "Upcast":
+        return Upcast(self.x.unsqueeze(dim))
+
+
+def _promoted(x: Any, *others: Any) -> torch.dtype:
+    """The dtype of a sum or a product of these, of which some may be None."""
+    dtype = x.dtype
+    for other in others:
+        if other is not None and other.dtype is not dtype:
+            dtype = torch.promote_types(dtype, other.dtype)
+    return dtype
+
+
+def _source(x: Any) -> Any:
+    return x.x if isinstance(x, Upcast) else x
+
+
+class OnePlus(Deferred):
+    """1 + scale"""
+
+    operands = ()
+
+    def __init__(self, scale: Union[Tensor, Upcast]):
+        super().__init__()
+        self.scale, self.shape, self.dtype = scale, scale.shape, scale.dtype
+
+    def compute(self) -> Tensor:
+        return 1 + value(self.scale)
+
+    def __getitem__(self, index: Any) -> "OnePlus":
+        return OnePlus(self.scale[index])
+
+    def unsqueeze(self, dim: int) -> "OnePlus":
+        return OnePlus(self.scale.unsqueeze(dim))
+
+
+class Product(Deferred):
+    """a * b; one of them may turn out to be a gate."""
+
+    operands = ("a", "b")
+
+    def __init__(self, a: Any, b: Any):
+        super().__init__()
+        self.a, self.b = a, b
+        self.dtype = _promoted(a, b)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value().shape
+
+    def compute(self) -> Tensor:
+        return value(self.a) * value(self.b)
+
+    def cast(self, dtype: torch.dtype) -> Any:
+        for normed, gate in ((self.a, self.b), (self.b, self.a)):
+            if isinstance(normed, Normed) and gate.dtype is dtype:
+                return Product(normed.cast(dtype), gate)  # rounded once here as well, before the gate
+        return self.value().to(dtype)
+
+
+def _broadcasts(x: Tensor, shape: torch.Size) -> bool:
+    """To a modulation of a row each, as our ops read it."""
+    sizes = x.shape
+    if len(sizes) > len(shape) or sizes[-1] != shape[-1]:
+        return False
+    return all(size in (1, wanted) for size, wanted in zip(reversed(sizes), reversed(shape)))
+
+
+class Sum(Deferred):
+    """residual + gate * branch, and its cast to `dtype`."""
+
+    operands = ("residual", "branch", "gate")
+
+    def __init__(self, residual: Any, branch: Any, gate: Optional[Any], dtype: Optional[torch.dtype] = None):
+        super().__init__()
+        self.residual, self.branch, self.gate, self.shape = residual, branch, gate, residual.shape
+        self.dtype = _promoted(residual, branch, gate) if dtype is None else dtype
+
+    def cast(self, dtype: torch.dtype) -> "Sum":
+        return Sum(self.residual, self.branch, self.gate, dtype)
+
+    def as_read(self) -> Optional[tuple[Tensor, Tensor, Optional[Tensor]]]:
+        """(residual, branch, gate), if our op returns the dtype that the library does."""
+        residual = value(_source(self.residual))
+        if residual.dtype is not self.dtype:
+            return None
+        gate = None if self.gate is None else value(_source(self.gate))
+        return residual, value(_source(self.branch)), gate
+
+    def compute(self) -> Tensor:
+        operands = None if self.gate is None else self.as_read()
+        if operands is not None:
+            return functional.gated_residual(*operands)
+        branch = value(self.branch)
+        return (value(self.residual) + (branch if self.gate is None else value(self.gate) * branch)).to(self.dtype)
+
+
+class Normed(Deferred):
+    """norm(x) * (1 + scale) + shift, and its cast to `dtype`."""
+
+    operands = ("x", "scale", "shift")
+
+    def __init__(self, module: nn.Module, x: Any, arguments: dict, scale=None, shift=None, dtype=None):
+        super().__init__()
+        self.module, self.x, self.arguments, self.scale, self.shift = module, x, arguments, scale, shift
+        self.shape = x.shape
+        self.dtype = _promoted(x, scale, shift) if dtype is None else dtype
+
+    def cast(self, dtype: torch.dtype) -> "Normed":
+        return Normed(self.module, self.x, self.arguments, self.scale, self.shift, dtype)
+
+    def scaled(self, scale: Any) -> "Normed":
+        return Normed(self.module, self.x, self.arguments, scale)
+
+    def shifted(self, shift: Any) -> "Normed":
+        return Normed(self.module, self.x, self.arguments, self.scale, shift)
+
+    def is_bare(self) -> bool:
+        return self.computed is None and self.scale is None
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = type(index) is tuple and len(index) < len(self.shape) and all(type(i) is slice for i in index)
+        if rows and self.is_bare():
+            return Normed(self.module, value(self.x)[index], self.arguments)
+        return self.value()[index]
+
+    def compute(self) -> Tensor:
+        x = _source(self.x)
+        is_open = isinstance(x, Sum) and x.computed is None
+        if self.scale is None and not is_open and x is self.x:
+            return self.module(value(x))  # nothing to fuse
+        scale, shift = value(_source(self.scale)), value(_source(self.shift))
+        if self.dtype is x.dtype:
+            operands = x.as_read() if is_open else None
+            if operands is not None and operands[1].dtype is self.dtype:
+                result, total = functional.residual_ada_norm(*operands, scale, shift, **self.arguments)
+                x.resolve(total)
+                return result
+            return functional.ada_norm(value(x), scale, shift, **self.arguments)
+        result = self.module(value(self.x))
+        if scale is not None:
+            result = result * (1 + value(self.scale))
+        if shift is not None:
+            result = result + value(self.shift)
+        return result.to(self.dtype)
+
+
+# ---- what a forward's operations become
+
+
+def one_plus(one: Union[int, float], x: Any) -> Any:
+    return OnePlus(x) if isinstance(x, Upcast) or taken(x) else one + value(x)
+
+
+def _is_operand(x: Any) -> bool:
+    return isinstance(x, (Upcast, Sum, Normed)) or (taken(x) and x.dim() > 0)
+
+
+def multiply(a: Any, b: Any) -> Any:
+    for x, factor in ((a, b), (b, a)):
+        is_scale = isinstance(factor, OnePlus) and isinstance(x, Normed) and x.is_bare()
+        if is_scale and _broadcasts(factor, x.shape):
+            return x.scaled(factor.scale)
+    return Product(a, b) if _is_operand(a) and _is_operand(b) else value(a) * value(b)
+
+
+def add(a: Any, b: Any) -> Any:
+    for x, other in ((a, b), (b, a)):
+        if isinstance(other, Product) and other.computed is None and _is_operand(x):
+            pairs = ((other.a, other.b), (other.b, other.a))
+            for gate, branch in pairs if _source(other.b).dtype is _source(x).dtype else pairs[::-1]:
+                if branch.shape == x.shape and _broadcasts(gate, x.shape):
+                    return Sum(x, branch, gate)
+        is_shift = isinstance(x, Normed) and x.scale is not None and x.shift is None and _is_operand(other)
+        if is_shift and _broadcasts(other, x.shape):
+            return x.shifted(other)
+    if _is_operand(a) and _is_operand(b) and a.shape == b.shape:
+        return Sum(a, b, None)
+    return value(a) + value(b)
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    if not isinstance(dtype, torch.dtype) or not isinstance(x, (Tensor, Deferred)):  # to a device, or a module
+        return value(x).to(value(dtype))
+    if x.dtype is dtype:
+        return x
+    if isinstance(x, (Sum, Normed, Product)) and x.dtype is torch.float32 and x.computed is None:
+        return x.cast(dtype)
+    if dtype is torch.float32 and (isinstance(x, Deferred) or taken(x)):
+        return Upcast(x)
+    return value(x).to(dtype)
+
+
+def call_module(module: Any, *args: Any, **options: Any) -> Any:
+    """module(*args, **options), deferred where the module's forward is, and not called where it is a norm to fuse."""
+    if isinstance(module, nn.Module):
+        own = module.__dict__.get("forward")
+        inner = getattr(own.__func__, INNER, None) if isinstance(own, MethodType) else None
+        if inner is not None:
+            if is_plain(module, type(module)):
+                return inner(module, *args, **options)
+        elif len(args) == 1 and not options:
+            x = args[0]
+            if isinstance(x, (Upcast, Sum)) or taken(x):
+                arguments = norm_arguments(module, x.dtype)
+                if arguments is not None:
+                    return Normed(module, x, arguments)
+    return module(*value(args), **{name: value(option) for name, option in options.items()})
+
+
+def call_both(outer: Any, inner: Any, x: Any) -> Any:
+    """outer(inner(x)): a GELU behind a Linear is its epilogue."""
+    if type(outer) is nn.GELU and outer.approximate == "tanh" and is_plain(outer, nn.GELU):
+        y = linear_gelu_tanh(value(x), inner)
+        if y is not None:
+            return y
+    return call_module(outer, inner(value(x)))
+
+
+class _DeferStream(Defer):
+    answered = ("unsqueeze",)
+
+    def __init__(self, followed: tuple[str, ...], modules: frozenset[str]):
+        self.followed = followed  # methods of the class that have a part in the stream
+        self.modules = modules  # attributes that are modules with a part in it; others get tensors and return them
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        function, arguments = node.func, node.args
+        name = self_attribute(function)
+        if name in self.followed:
+            self.generic_visit(node)
+            return call(_HELPER_OF.format(name), function.value, *node.args, keywords=node.keywords)
+        if name in self.modules:
+            inner = arguments[0] if len(arguments) == 1 and not node.keywords else None
+            is_of_one = isinstance(inner, ast.Call) and len(inner.args) == 1 and not inner.keywords
+            if is_of_one and self_attribute(inner.func) not in ("", *self.modules, *self.followed):
+                return call("_ltx_call_both", function, inner.func, self.visit(inner.args[0]))
+            self.generic_visit(node)
+            return call("_ltx_call_module", function, *node.args, keywords=node.keywords)
+        if isinstance(function, ast.Attribute) and not node.keywords:
+            self_value = functools.partial(self.visit, function.value)
+            if function.attr == "float" and not arguments:
+                return call("_ltx_cast", self_value(), ast.Name("_ltx_float32", ast.Load()))
+            if function.attr == "type_as" and len(arguments) == 1:
+                dtype = ast.Attribute(self.visit(arguments[0]), "dtype", ast.Load())
+                return call("_ltx_cast", self_value(), dtype)
+            if function.attr == "to" and len(arguments) == 1:
+                return call("_ltx_cast", self_value(), self.visit(arguments[0]))
+        return super().visit_Call(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        if isinstance(node.op, (ast.Add, ast.Mult)):
+            self.generic_visit(node)
+            if isinstance(node.op, ast.Mult):
+                return call("_ltx_multiply", node.left, node.right)
+            if isinstance(node.left, ast.Constant) and node.left.value == 1:
+                return call("_ltx_one_plus", node.left, node.right)
+            return call("_ltx_add", node.left, node.right)
+        return super().visit_BinOp(node)
+
+
+_HELPERS = {
+    "_ltx_one_plus": one_plus,
+    "_ltx_multiply": multiply,
+    "_ltx_add": add,
+    "_ltx_cast": cast,
+    "_ltx_call_module": call_module,
+    "_ltx_call_both": call_both,
+    "_ltx_float32": torch.float32,
+    "_ltx_value": value,
+}
+_HELPER_OF = "_ltx_self{}"
+
+
+@functools.cache  # one forward for all instances of a class that have the same parts: they compile once
+def _forward(cls: type, kind: str, followed: tuple[str, ...], modules: frozenset[str]) -> Union[Callable, str]:
+    trees = [deferred_tree(getattr(cls, name), _DeferStream(followed, modules)) for name in ("forward", *followed)]
+    for tree in trees:
+        if isinstance(tree, str):
+            return tree
+    helpers = dict(_HELPERS)
+    for name, tree in zip(followed, trees[1:]):
+        helpers[_HELPER_OF.format(name)] = recompiled(getattr(cls, name), tree, **_HELPERS)
+    return deferred_forward(cls.forward, kind, trees[0], **helpers)
+
+
+def plan(kind: str, is_deferred: Callable[[type], bool], *followed: str) -> Callable:
+    """What a recipe does with a class: its forward, and the methods of it that are `followed`, with deferred values.
+
+    `is_deferred` tells the classes of submodules that are planned so as well.
+    """
+
+    def plan_of(module: nn.Module) -> Union[Callable, str]:
+        children = [(name, type(child)) for name, child in module.named_children()]
+        modules = frozenset(n for n, cls in children if know_norm(cls) or cls is nn.GELU or is_deferred(cls))
+        return _forward(type(module), kind, followed, modules)
+
+    return plan_of
