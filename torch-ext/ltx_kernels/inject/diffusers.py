@@ -32,7 +32,7 @@ def _gelu(self, hidden_states):
 @own_forward("layer_norm")
 def _layer_norm(self, inputs):
     """FP32LayerNorm: in fp32 without a copy in fp32."""
-    arguments = None if stock_only() or not taken(inputs) else norm_arguments(self, inputs.dtype)
+    arguments = None if stock_only() or not taken(inputs) else norm_arguments(self, inputs.dtype, inputs.shape[-1])
     if arguments is None:
         return type(self).forward(self, inputs)
     return functional.layer_norm(inputs, arguments["weight"], arguments["bias"], arguments["eps"])

@@ -233,7 +233,7 @@ class Step:
     def norm(self, norm: Any, x: Any) -> Any:
         x = value(x)
         if taken(x) and x.dim() in (3, 4) and isinstance(norm, nn.Module):
-            arguments = norm_arguments(norm, x.dtype)
+            arguments = norm_arguments(norm, x.dtype, x.shape[-1])
             if arguments is not None:
                 return self.replace(None, Heads(self, x, arguments, across=x.dim() == 3))
         return norm(x)

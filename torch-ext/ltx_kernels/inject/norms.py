@@ -151,11 +151,14 @@ def know_norm(cls: type) -> bool:
     return norm is not None
 
 
-def norm_arguments(norm: nn.Module, dtype: torch.dtype) -> Optional[dict]:
-    """What `ada_norm` needs to compute `norm` of an x of `dtype`; None where it cannot, or where `norm` has hooks."""
+def norm_arguments(norm: nn.Module, dtype: torch.dtype, width: int) -> Optional[dict]:
+    """What `ada_norm` needs to compute `norm` of an x [*, width] of `dtype`.
+
+    None where it cannot, where `norm` has hooks, or refuses this width.
+    """
     cls = type(norm)
     kind = _known.get(cls)
-    if kind is None or not is_plain(norm, cls) or len(getattr(norm, "normalized_shape", (0,))) != 1:
+    if kind is None or not is_plain(norm, cls) or getattr(norm, "normalized_shape", (width,)) != (width,):
         return None
     parameters, eps = norm._parameters, norm.eps
     weight, bias = parameters.get("weight"), parameters.get("bias")

@@ -246,7 +246,7 @@ def call_module(module: Any, *args: Any, **options: Any) -> Any:
         elif len(args) == 1 and not options:
             x = args[0]
             if isinstance(x, (Upcast, Sum)) or taken(x):
-                arguments = norm_arguments(module, x.dtype)
+                arguments = norm_arguments(module, x.dtype, x.shape[-1])
                 if arguments is not None:
                     return Normed(module, x, arguments)
     return module(*value(args), **{name: value(option) for name, option in options.items()})
