@@ -93,6 +93,10 @@ class Heads(Deferred):
         self.tables: Optional[Tables] = None
         self.start = self.stop = self.row = 0
 
+    def resolve(self, computed: Tensor) -> Tensor:
+        self.step.pending = [heads for heads in self.step.pending if heads is not self]
+        return super().resolve(computed)
+
     def is_open(self) -> bool:
         return self.computed is None and self.tables is None
 
