@@ -41,9 +41,7 @@ class Deferred:
     shape: torch.Size
     dtype: torch.dtype  # the one that the library's expression has
     operands: tuple[str, ...]  # attributes that are of no use any more when it is computed: they may be large
-
-    def __init__(self):
-        self.computed: Optional[Tensor] = None
+    computed: Optional[Tensor] = None
 
     def compute(self) -> Tensor:
         raise NotImplementedError

@@ -61,7 +61,6 @@ class Projected(Deferred):
     operands = ("x", "linear")
 
     def __init__(self, step: "Step", x: Tensor, linear: nn.Module):
-        super().__init__()
         self.step, self.x, self.linear = step, x, linear
 
     def compute(self) -> Tensor:
@@ -85,7 +84,6 @@ class Heads(Deferred):
     operands = ("x", "whole", "arguments", "tables")
 
     def __init__(self, step: "Step", x: Tensor, arguments: Optional[dict], across: bool = False):
-        super().__init__()
         self.step, self.x, self.arguments, self.across = step, x, arguments, across
         self.shape, self.dtype = x.shape, x.dtype
         self.tokens = 2 if x.dim() == 4 and x.stride(1) < x.stride(2) else 1
@@ -187,7 +185,6 @@ class Joined(Deferred):
     operands = ("parts",)
 
     def __init__(self, parts: list, dim: int):
-        super().__init__()
         self.parts, self.along, self.dtype = parts, dim, parts[0].dtype
 
     @property
