@@ -111,10 +111,12 @@ def _joined(parts: list[Tensor]) -> Optional[Tensor]:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
+_PACKED = "_ltx_kernels_packed"
+
+
 def is_packed(linear: nn.Linear) -> bool:
-    """Whether the weight shares its storage, with the Linears that it was packed with as a rule."""
-    weight = linear.weight
-    return type(weight) is nn.Parameter and weight.untyped_storage().nbytes() > weight.nbytes
+    """Whether `pack` has had this one: a hint, for its weight may have been moved since."""
+    return _PACKED in linear.__dict__
 
 
 def pack(linears: list[nn.Linear]) -> bool:
@@ -132,11 +134,15 @@ def pack(linears: list[nn.Linear]) -> bool:
             if tensors and _joined(tensors) is None:
                 for tensor, part in zip(tensors, torch.cat(tensors).split([t.shape[0] for t in tensors])):
                     tensor.data = part
+    for linear in linears:
+        linear.__dict__[_PACKED] = True
     return True
 
 
 def unpack(linears: list[nn.Module]) -> None:
     """Undo `pack`: each parameter has a storage of its own again."""
+    for linear in linears:
+        linear.__dict__.pop(_PACKED, None)
     if not all(type(linear) is nn.Linear for linear in linears):
         return
     with torch.inference_mode(False), torch.no_grad():
