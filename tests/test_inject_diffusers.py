@@ -496,6 +496,22 @@ def test_packed_projections_are_one_gemm(k, inner, name):
     )
 
 
+@pytest.mark.gpu
+def test_wide_projections_are_packed_on_a_gpu(k):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    family = FAMILIES["flux"]
+    sizes = {"num_attention_heads": 16, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
+    model = family.build(**sizes, num_layers=1, num_single_layers=1).to("cuda", torch.bfloat16)
+    inputs = family.inputs("cuda", torch.bfloat16)
+    expected = run(model, inputs)
+    k.inject_optimized_kernels(model)
+    for attn in (model.transformer_blocks[0].attn, model.single_transformer_blocks[0].attn):
+        weights = [attn.to_q.weight, attn.to_k.weight, attn.to_v.weight]
+        assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    assert relative(run(model, inputs), expected) < 2e-2
+
+
 @pytest.mark.parametrize("path", ["to_k", "add_q_proj"])
 def test_packed_projections_with_a_hook_are_called_as_modules(k, flux, inner, path):
     model, inputs, expected = flux
