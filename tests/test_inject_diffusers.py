@@ -253,6 +253,8 @@ def heads_in_any_order(ops, norm, k_norm, wide_norm, apply_rotary_emb, q, k, tab
     yield ops.rope(apply_rotary_emb, i, tables, sequence_dim=1), ops.rope(apply_rotary_emb, q, tables, sequence_dim=1)
     halves = tuple(torch.cat((t[:, ::2], t[:, ::2]), 1) for t in tables)
     yield ops.rope(apply_rotary_emb, ops.norm(norm, q), halves, sequence_dim=1, use_real_unbind_dim=-2)
+    either = tuple(t[:, :1].repeat(1, 16) for t in tables)  # the same tables, read in two ways
+    yield [ops.rope(apply_rotary_emb, q, either, sequence_dim=1, use_real_unbind_dim=dim) for dim in (-1, -2, -1)]
     yield ops.rope(
         apply_rotary_emb, q.transpose(1, 2)[:, :2], tuple(t[:2] for t in tables), sequence_dim=1, use_real=True
     )

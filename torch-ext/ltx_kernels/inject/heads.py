@@ -203,7 +203,7 @@ class Step:
         self.projections: list[Projected] = []
         self.conventions = conventions  # (function, its convention)
         self.own_convention = own_convention  # of a function that is defined within the processor
-        self.made_from: Any = None
+        self.made_from: tuple = ()
         self.tables: Optional[Tables] = None
 
     def replace(self, old: Optional[Heads], new: Heads) -> Heads:
@@ -246,19 +246,18 @@ class Step:
                 convention = its_convention
         made = None if convention is None else convention(*args, **options)
         if made is not None:
-            tables, tokens = self._tables(*made), made[2]
-            if tables is not None:
-                result = self._rotated(x, tables, tokens)
-                if result is not None:
-                    return result
+            make, source, tokens = made
+            tables = self._tables(make, *(source if type(source) in (list, tuple) else (source,)))
+            result = None if tables is None else self._rotated(x, tables, tokens)
+            if result is not None:
+                return result
         return function(value(x), *value(args), **options)
 
-    def _tables(self, convention: Callable, source: Any, tokens: int) -> Optional[Tables]:
-        # Query and key come with the same tables: what is made of them is made once, and is known to be the same.
-        parts = source if type(source) in (list, tuple) else (source,)
+    def _tables(self, *made_from: Any) -> Optional[Tables]:
+        """made_from[0] of the rest: query and key come with the same, which is made once and known to be the same."""
         known = self.made_from
-        if known is None or len(known) != len(parts) or any(a is not b for a, b in zip(known, parts)):
-            self.made_from, self.tables = parts, convention(*parts)
+        if len(known) != len(made_from) or any(a is not b for a, b in zip(known, made_from)):
+            self.made_from, self.tables = made_from, made_from[0](*made_from[1:])
         return self.tables
 
     def _rotated(self, x: Any, tables: Tables, tokens: int) -> Optional[Deferred]:
