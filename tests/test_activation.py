@@ -302,9 +302,7 @@ def test_zero_size_inputs(k, case, device, dtype, shape):
         ("gelu-tanh", (2**23 + 1, 257)),
     ],
 )
-def test_more_than_2_31_elements(k, form, shape):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_more_than_2_31_elements(k, form, shape, gpu):
     needed = torch.Size(shape).numel() * 2 * (4 if form == "gelu-tanh" else 6)
     if torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"needs {needed >> 30} GB of free GPU memory")

@@ -233,9 +233,7 @@ def test_packed_projections_that_were_parted_or_changed(k, ltx, inner, part):
 
 
 @pytest.mark.gpu
-def test_projections_are_packed_on_a_gpu(k, ltx):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_projections_are_packed_on_a_gpu(k, ltx, gpu):
     model, inputs, expected = ltx
     model, inputs = model.to("cuda"), to(inputs, "cuda")
     before = gemms(model, inputs)

@@ -103,9 +103,7 @@ def test_other_shapes_compile_no_more_often_than_stock(k, ltx):
 
 
 @pytest.mark.gpu
-def test_compile_reduce_overhead(k, ltx):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_compile_reduce_overhead(k, ltx, gpu):
     model, inputs, expected = ltx
     model, inputs = model.to("cuda"), to(inputs, "cuda")
     k.inject_optimized_kernels(model)
@@ -115,9 +113,7 @@ def test_compile_reduce_overhead(k, ltx):
 
 
 @pytest.mark.gpu
-def test_cuda_graph_capture(k, ltx):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_cuda_graph_capture(k, ltx, gpu):
     model, inputs, expected = ltx
     model, inputs = model.to("cuda"), to(inputs, "cuda")
     inputs["encoder_attention_mask"] = inputs["encoder_attention_mask"].bool()

@@ -111,9 +111,7 @@ def test_group_offload(k, ltx, device, order, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
-def test_group_offload_with_streams(k, ltx, kind):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_group_offload_with_streams(k, ltx, kind, gpu):
     from diffusers.hooks import apply_group_offloading
 
     model, inputs, expected = ltx

@@ -439,9 +439,7 @@ def test_nan_and_inf_stay_in_their_row(k, op, device, dtype):
         ("layer_norm", (2**31 // 8 + 3, 8), BF16),
     ],
 )
-def test_more_than_2_31_elements(k, op, shape, dtype):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_more_than_2_31_elements(k, op, shape, dtype, gpu):
     elements = torch.Size(shape).numel()
     needed = elements * 2 * (5 if op.startswith("residual") else 3)
     if torch.cuda.mem_get_info()[0] < needed:

@@ -276,9 +276,7 @@ def test_compile_with_inductor_among_other_ops(k, device, fresh_dynamo):
 
 
 @pytest.mark.gpu
-def test_non_default_stream(k):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_non_default_stream(k, gpu):
     grad_y, x, weight = make((64, 1024), BF16, "cuda")
     expected = gradients(k, grad_y, x, weight)
     late = torch.zeros_like(x)
@@ -294,9 +292,7 @@ def test_non_default_stream(k):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [96, 4096, 40000])
-def test_cuda_graph_capture(k, hidden):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_cuda_graph_capture(k, hidden, gpu):
     grad_y, x, weight = make((64, hidden), BF16, "cuda")
     x.requires_grad_(), weight.requires_grad_()
     stream = torch.cuda.Stream()
@@ -323,10 +319,8 @@ def test_the_device_is_that_of_x(k):
 
 
 @pytest.mark.gpu
-def test_more_than_2_31_elements(k):
+def test_more_than_2_31_elements(k, gpu):
     """Liger#1483."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
         pytest.skip("needs 30 GB of free GPU memory")
     rows, hidden = 2**23 + 16, 256

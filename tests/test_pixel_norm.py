@@ -231,9 +231,7 @@ def test_offsets_beyond_2_31_elements(k, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 128, 2**24 + 1), (1, 128, 2**24 + 8), (3, 1024, 2**20)])
-def test_more_than_2_31_elements(k, layout, shape):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_more_than_2_31_elements(k, layout, shape, gpu):
     needed = torch.Size(shape).numel() * 2 * 3
     if torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"needs {needed >> 30} GB of free GPU memory")

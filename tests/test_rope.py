@@ -370,9 +370,7 @@ def test_row_offsets_beyond_2_31_elements(k, device):
 
 
 @pytest.mark.gpu
-def test_more_than_2_31_elements(k):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_more_than_2_31_elements(k, gpu):
     shape = (2, 139_811, 60, 128)  # flashinfer#3005: S >= 139811
     if torch.cuda.mem_get_info()[0] < 3 * 2 * torch.Size(shape).numel():
         pytest.skip("needs 13 GB of free GPU memory")
@@ -574,10 +572,8 @@ def test_rope_3d_tables_are_never_fake(k, device):
 
 
 @pytest.mark.gpu
-def test_rope_3d_under_capture(k):
+def test_rope_3d_under_capture(k, gpu):
     """A first call inside a capture fills no table that outlives it."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     tables = tables_module(k)._tables
     q = torch.randn(1, 24, 2, 64, device="cuda")
     k.rope(q, *make_table("shared", 1, 24, 1, 64, "cuda", FP32, True))
