@@ -1,12 +1,11 @@
 // The row-norm core: every norm-like op is the sentence of norm.h with parts left out. The maths stands here once
 // (update_residual, affine, finish); two kernels read for it.
 //   norm_fast_kernel     what models do: aligned 16-byte vectors, the row in registers, the parts of the sentence
-//   compiled in. Measured on an
-//                        H200: with the parts as run-time switches the same loop takes twice as long, because their
-//                        branches and addresses cost more instructions than memory leaves time for (28 a bf16 element).
+//                        compiled in. Measured on an H200: with the parts as run-time switches the same loop takes
+//                        twice as long, because their branches and addresses cost more instructions than memory leaves
+//                        time for (28 a bf16 element).
 //   norm_general_kernel  everything else: any alignment, dtype, row length and combination of parts, in one short loop
-//   that reads a row again
-//                        for each pass.
+//                        that reads a row again for each pass.
 // Both spread a row over the same threads and sum in the same order, so that which one runs cannot be seen in the bits.
 #pragma once
 

@@ -17,8 +17,8 @@
 namespace ltx_kernels {
 namespace {
 
-constexpr int kElements =
-    16;  // of a row, and of grad_weight, that a thread holds: 16-bit rows up to 8192, fp32 rows up to 8192
+// Elements of a row, and of grad_weight, that a thread holds: rows of up to 8192 in a block of 512 threads.
+constexpr int kElements = 16;
 constexpr int kStages = 2;
 
 // Rows at a time, whose sums share a barrier; two fp32 rows would not fit the registers.

@@ -172,10 +172,10 @@ __device__ __forceinline__ void take_moments(float inverse_width, float eps, flo
     set_moments(inverse_width, eps, kSums == 2 ? centred[row] : 0.f, sums[row], moments[row]);
 }
 
-// What the fast kernel reads, ready to be added up: a thread has as long for its addresses as for a handful of
-// elements. Rows that share the tables' part are [outer, inner]: heads in batches where a row is a head, else batches.
-// A thread takes the rows inner, inner + inner_places, ..
-struct RopeFastOperand {
+// What the fast kernel reads, as strides that are ready to be added up: to work out an address costs a thread as much
+// as a handful of elements. The rows that share a part of the tables are [outer, inner]: [batches, heads] where a row
+// is a head, [1, batches] where a row is all heads of a token. A thread takes the rows inner, inner + inner_places, ..
+struct RopeFastOperand {  // [batches, tokens, heads, head_size]
   void* data = nullptr;
   int64_t batch = 0, token = 0, inner = 0;  // strides
   int64_t step = 0;                         // from one row of a thread to the next
@@ -184,11 +184,11 @@ struct RopeFastOperand {
 
 struct RopeFastSide {
   RopeFastOperand x, y;
-  const void* weight = nullptr;
-  const void* bias = nullptr;
-  const void* cos = nullptr;
-  const void* sin = nullptr;
-  int64_t table_batch = 0, table_token = 0;  // strides of the table
+  const void* weight = nullptr;              // [head_size], or [heads, head_size] across heads
+  const void* bias = nullptr;                // the same
+  const void* cos = nullptr;                 // [batches, tokens, heads, pairs], or each value twice
+  const void* sin = nullptr;                 // the same
+  int64_t table_batch = 0, table_token = 0;  // strides of cos and sin
   int table_inner = 0, table_head = 0;
   int table_tokens = 0;
   int affine_head = 0;  // stride of weight and bias
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, min_blocks(kStatistic == St
            static_cast<unsigned>(inner) * operand.inner;
   };
 
-  Vector x[kRows][kUnits][kParts] = {};
+  Vector x[kRows][kUnits][kParts] = {};  // [rows, units, parts]
   const T* const source = static_cast<const T*>(side.x.data) + offset(side.x);
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
