@@ -69,6 +69,7 @@ def rms_norm(
         ``[*, D]`` in x's dtype, contiguous.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         RuntimeError: a wrong dtype, device or shape; the message names the argument, what came and what is needed.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
@@ -110,6 +111,7 @@ def layer_norm(x: Tensor, weight: Optional[Tensor] = None, bias: Optional[Tensor
         ``[*, D]`` in x's dtype, contiguous.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         RuntimeError: a wrong dtype, device or shape, or an input that requires a gradient while grad is enabled.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
@@ -138,7 +140,7 @@ def ada_norm(
         x: ``[*, D]``, float32, float16 or bfloat16.
         scale, shift: broadcast to x by torch's rules (``[D]``, ``[B, 1, D]``, ``[B, S, D]``), any of the three dtypes,
             read in place through their strides (views of a ``chunk`` or ``unbind``); or None.
-        weight, bias: ``[D]``, or None.
+        weight, bias: ``[D]`` in any of the three dtypes, or None.
         eps: added to the mean square or the variance.
         norm: "rms" or "layer".
         scale_table, shift_table: broadcast like ``scale`` and ``shift``, and are added to them in fp32.
@@ -147,6 +149,7 @@ def ada_norm(
         ``[*, D]`` in x's dtype, contiguous.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         ValueError: ``norm`` is neither "rms" nor "layer".
         RuntimeError: a wrong dtype, device or shape, or an input that requires a gradient while grad is enabled.
 
@@ -172,6 +175,7 @@ def gated_residual(
         ``[*, D]`` in the residual's dtype, contiguous.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         RuntimeError: a wrong dtype, device or shape, or an input that requires a gradient while grad is enabled.
 
     Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023 (adaLN-Zero).
@@ -203,16 +207,18 @@ def residual_ada_norm(
     rounded value, as an unfused model does. Forward only.
 
     Args:
-        residual, x: ``[*, D]`` of one shape, each with its own dtype.
+        residual, x: ``[*, D]`` of one shape, float32, float16 or bfloat16, each with its own dtype.
         gate, scale, shift and their tables: broadcast to x by torch's rules, any of the three dtypes, or None.
-        weight, bias: ``[D]``, or None; ``weight_offset`` is ignored without a weight.
+        weight, bias: ``[D]`` in any of the three dtypes, or None.
         eps: added to the mean square or the variance.
         norm: "rms" or "layer".
+        weight_offset: 1.0 for weights stored around zero; ignored without a weight.
 
     Returns:
         ``(y, h)``: y in x's dtype, h in the residual's, both contiguous.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         ValueError: ``norm`` is neither "rms" nor "layer".
         RuntimeError: a wrong dtype, device or shape, or an input that requires a gradient while grad is enabled.
 
@@ -248,14 +254,16 @@ def add_rms_norm(
     It is :func:`residual_ada_norm` without gate and modulation.
 
     Args:
-        x, residual: ``[*, D]`` of one shape, each with its own dtype.
-        weight: ``[D]``, or None; ``weight_offset`` is ignored then.
+        x, residual: ``[*, D]`` of one shape, float32, float16 or bfloat16, each with its own dtype.
+        weight: ``[D]`` in any of the three dtypes, or None for a factor of 1 (``weight_offset`` is ignored then).
         eps: added to the mean square.
+        weight_offset: 1.0 for weights stored around zero, as Gemma's.
 
     Returns:
         ``(y, h)``: y in x's dtype, h in the residual's, both contiguous.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         RuntimeError: a wrong dtype, device or shape, or an input that requires a gradient while grad is enabled.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
@@ -289,6 +297,7 @@ def geglu(x: Tensor, *, approximate: str = "none", gate_first: bool = False) -> 
         ``[*, D]`` in x's dtype, contiguous.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         ValueError: ``approximate`` is neither "none" nor "tanh".
         RuntimeError: a wrong dtype, an odd last dimension, or an input that requires a gradient while grad is enabled.
 
@@ -315,6 +324,7 @@ def swiglu(x: Tensor, up: Optional[Tensor] = None, *, gate_first: bool = True) -
         ``[*, D]`` in x's dtype, contiguous.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         RuntimeError: a wrong dtype, device or shape, an odd last dimension of a packed x, or an input that requires a
             gradient while grad is enabled.
 
@@ -350,6 +360,7 @@ def gelu(x: Tensor, *, approximate: str = "tanh") -> Tensor:
         ``[*, D]`` in x's dtype, contiguous.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         ValueError: ``approximate`` is neither "none" nor "tanh".
         RuntimeError: a wrong dtype, or an input that requires a gradient while grad is enabled.
 
@@ -378,6 +389,7 @@ def pixel_norm_silu(
         x's shape and dtype, in x's memory format.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         RuntimeError: a wrong dtype, device or shape, or an input that requires a gradient while grad is enabled.
 
     Source: Karras et al., "Progressive Growing of GANs for Improved Quality, Stability, and Variation", 2018.
@@ -409,6 +421,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = True, rotar
         x's shape and dtype, contiguous.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         RuntimeError: a wrong dtype, device or shape, or an input that requires a gradient while grad is enabled.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
@@ -451,7 +464,8 @@ def rope_3d(
         ``(q, k)`` in their shapes and dtype, contiguous.
 
     Raises:
-        ValueError: ``grid`` or ``axes_dim`` is not three sizes of the right kind.
+        TypeError: something other than a tensor where one is needed.
+        ValueError: ``grid`` or ``axes_dim`` is not three sizes of the right kind, or ``theta`` is not above 0.
         RuntimeError: a wrong dtype, device or shape, or an input that requires a gradient while grad is enabled.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021; Wan Team, "Wan: Open and
@@ -525,6 +539,7 @@ def qk_norm_rope(
         ``(q, k)`` in their shapes and dtype, contiguous; k is None when it was.
 
     Raises:
+        TypeError: something other than a tensor where one is needed.
         ValueError: an unknown ``norm``, or an argument of k without k.
         RuntimeError: a wrong dtype, device or shape, or an input that requires a gradient while grad is enabled.
 

@@ -148,8 +148,14 @@ class _Choice:
 def remove_optimized_kernels(model_or_pipeline: Any) -> int:
     """Undo :func:`inject_optimized_kernels` and :func:`patch_rmsnorm` exactly.
 
+    Args:
+        model_or_pipeline: as for :func:`inject_optimized_kernels`.
+
     Returns:
         How many modules were restored; 0 for a model that was not touched.
+
+    Raises:
+        TypeError: ``model_or_pipeline`` holds no module.
     """
     restored = 0
     for _, module in modules_of(model_or_pipeline):
@@ -162,5 +168,15 @@ def remove_optimized_kernels(model_or_pipeline: Any) -> int:
 
 
 def patch_rmsnorm(model: Any) -> int:
-    """Let only the RMSNorms of a model run :func:`rms_norm`; returns how many of them do now."""
+    """Let only the RMSNorms of a model run :func:`rms_norm`: ``inject_optimized_kernels(model, only="rms_norm")``.
+
+    Args:
+        model: any ``torch.nn.Module``, or a pipeline.
+
+    Returns:
+        How many RMSNorms run it now.
+
+    Raises:
+        TypeError: ``model`` holds no module.
+    """
     return inject_optimized_kernels(model, only="rms_norm").counts.get("rms_norm", 0)
