@@ -309,7 +309,7 @@ def token_ids(args, config, *shape: int) -> torch.Tensor:
     return torch.randint(3, config.vocab_size, shape, generator=generator).to(args.device)
 
 
-def prefill_workload(args, family: Family, op: str, model: nn.Module) -> Workload:
+def prefill_workload(args, op: str, model: nn.Module) -> Workload:
     sizes = args.sizes
     inputs = {"input_ids": token_ids(args, model.config, sizes["batch"], sizes["length"])}
     inputs |= {"use_cache": True, "logits_to_keep": 1}
@@ -387,7 +387,7 @@ class Decoder:
         return self.run()
 
 
-def decode_workload(args, family: Family, op: str, stock: nn.Module, cache: str) -> Workload:
+def decode_workload(args, op: str, stock: nn.Module, cache: str) -> Workload:
     def compiled(model: nn.Module) -> None:
         if cache == "dynamic":
             raise RuntimeError("a dynamic cache grows: compiled models decode with a static one")
@@ -411,9 +411,9 @@ def workloads(args, family: Family, op: str, stock: nn.Module) -> list[Workload]
     if "step" in wanted:
         made += [step_workload(args, family, op, stock, frames) for frames in args.sizes["frames"]]
     if "prefill" in wanted:
-        made.append(prefill_workload(args, family, op, stock))
+        made.append(prefill_workload(args, op, stock))
     if "decode" in wanted:
-        made += [decode_workload(args, family, op, stock, cache) for cache in ("dynamic", "static")]
+        made += [decode_workload(args, op, stock, cache) for cache in ("dynamic", "static")]
     return made
 
 

@@ -182,14 +182,15 @@ def _biases(linears: list[nn.Linear]) -> list[Tensor]:
     return [linear.bias for linear in linears if linear.bias is not None]
 
 
-def _joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Optional[Tensor]:
+def _one_gemm(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Optional[Tensor]:
     """Linears of one input in one GEMM, [*, sum of N]; None where their weights do not lie side by side."""
     weight, bias = _joined(weights), _joined(biases) if biases else None
     return None if weight is None or (biases and bias is None) else F.linear(x, weight, bias)
 
 
 def _linear_joined(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    y = _joined_linear(x, weights, biases)
+    """Linears of one input, [*, K] to [*, sum of N]: one GEMM where it can be, else one each into the same output."""
+    y = _one_gemm(x, weights, biases)
     if y is not None:
         return y
     sizes = [weight.shape[0] for weight in weights]
@@ -203,6 +204,7 @@ def _linear_joined(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Te
 
 
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """gelu(x @ weight.T + bias) with the tanh formula: x [*, K], weight [N, K], bias [N] to [*, N]."""
     y = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -232,7 +234,7 @@ def project(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
     y = None
     if len(biases) in (0, len(weights)) and all(weight.dtype is x.dtype for weight in weights):
         if not torch.compiler.is_compiling():
-            y = _joined_linear(x, weights, biases)
+            y = _one_gemm(x, weights, biases)
         elif x.is_cuda and not torch.is_grad_enabled():
             y = _linear_joined_op(x, weights, biases)
     return [linear(x) for linear in linears] if y is None else list(y.split([w.shape[0] for w in weights], dim=-1))
