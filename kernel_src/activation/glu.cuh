@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../core/broadcast.cuh"
+#include "../core/divisor.cuh"
 #include "../core/launch.cuh"
 #include "../core/math.cuh"
 #include "../core/vec.cuh"
@@ -19,33 +20,11 @@ constexpr int kGluBlocks = 6;  // on a multiprocessor, at 40 registers: 96 KB of
 template <typename T, int kSize>
 constexpr int kGluUnits = sizeof(T) * kSize == kVectorBytes ? 2 : 4;
 
-// Division by a number that the host knows: two multiplications while 31 bits hold the dividend and the divisor
-// (Granlund and Montgomery).
-struct Divisor {
-  int64_t value;
-  uint32_t multiplier = 0;
-  uint32_t shift = 0;
-
-  explicit Divisor(int64_t divisor) : value(divisor) {
-    while ((int64_t{1} << shift) < divisor) ++shift;
-    if (shift < 32) multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - divisor) << 32) / divisor + 1);
-  }
-
-  // Quotient and remainder.
-  __device__ __forceinline__ int64_t divide(int64_t dividend, int64_t* remainder) const {
-    if ((dividend | value) >> 31 != 0) return ltx_kernels::divide(dividend, value, remainder);
-    const auto low = static_cast<uint32_t>(dividend);
-    const uint32_t quotient = (__umulhi(low, multiplier) + low) >> shift;
-    *remainder = low - quotient * static_cast<uint32_t>(value);
-    return quotient;
-  }
-};
-
 // The grid: slices of the outer two dims, slice_blocks blocks each. A row is row_units accesses of kSize elements;
 // kGluThreads accesses further is step_rows rows and step_units accesses.
 struct GluGrid {
   int64_t slice_blocks;
-  Divisor row_units;
+  WideDivisor row_units;
   int64_t step_rows;
   int64_t step_units;
 

@@ -1,7 +1,10 @@
-// Division of indices by what the launch knows.
+// Division of indices by what the launch knows (Granlund and Montgomery, "Division by Invariant Integers using
+// Multiplication", 1994).
 #pragma once
 
 #include <cstdint>
+
+#include "broadcast.cuh"
 
 namespace ltx_kernels {
 
@@ -23,6 +26,27 @@ struct Divisor {
   __device__ __forceinline__ int divide(int number, int* remainder) const {
     const int quotient = value == 1 ? number : __umulhi(number, multiplier) >> shift;
     *remainder = number - quotient * static_cast<int>(value);
+    return quotient;
+  }
+};
+
+// Divides any number: two multiplications while 31 bits hold it and the divisor, else the division of broadcast.cuh.
+struct WideDivisor {
+  int64_t value;
+  uint32_t multiplier = 0;
+  uint32_t shift = 0;
+
+  explicit WideDivisor(int64_t divisor) : value(divisor) {
+    while ((int64_t{1} << shift) < divisor) ++shift;
+    if (shift < 32) multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - divisor) << 32) / divisor + 1);
+  }
+
+  // Quotient and remainder.
+  __device__ __forceinline__ int64_t divide(int64_t dividend, int64_t* remainder) const {
+    if ((dividend | value) >> 31 != 0) return ltx_kernels::divide(dividend, value, remainder);
+    const auto low = static_cast<uint32_t>(dividend);
+    const uint32_t quotient = (__umulhi(low, multiplier) + low) >> shift;
+    *remainder = low - quotient * static_cast<uint32_t>(value);
     return quotient;
   }
 };
