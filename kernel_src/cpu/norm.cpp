@@ -100,7 +100,7 @@ LTX_KERNELS_MULTIVERSION void forward_rows(const NormParams& p, int64_t begin, i
       h = x_rows.at(row);
     }
 
-    const Moments moments(p.statistic, p.eps, hidden, h);
+    const RowMoments moments(p.statistic, p.eps, hidden, h);
     if (p.rstd != nullptr) p.rstd[number] = moments.rstd;
 
     const float* const weights = weight_rows.at(row);

@@ -61,7 +61,7 @@ struct Vectors {  // weight and bias of q or k as fp32, no data: absent
 
 // A row of `width` elements: normed, with its part of weight and bias.
 inline void norm_row(const RopeParams& p, const Vectors& vectors, int64_t width, float* x) {
-  const Moments moments(p.statistic, p.eps, width, x);
+  const RowMoments moments(p.statistic, p.eps, width, x);
   for (int64_t i = 0; i < width; ++i) x[i] = moments.of(x[i]);
   if (vectors.weight != nullptr) {
     for (int64_t i = 0; i < width; ++i) x[i] *= vectors.weight[i];

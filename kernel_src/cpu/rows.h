@@ -207,18 +207,18 @@ LTX_KERNELS_INLINE float sum_row(int64_t count, F&& f) {
 
 // What a row is normed by: norm(h)[i] is `of(h[i])`. The mean goes in two steps: what the rounding of the first leaves
 // (3e-5 where a row lies around 1000) the second takes away.
-struct Moments {
+struct RowMoments {
   float first = 0.f;
   float second = 0.f;
   float rstd = 0.f;
 
-  LTX_KERNELS_INLINE Moments(Statistic statistic, float eps, int64_t width, const float* h) {
+  LTX_KERNELS_INLINE RowMoments(Statistic statistic, float eps, int64_t width, const float* h) {
     if (statistic == Statistic::kLayer) {
       first = sum_row(width, [=](int64_t i) { return h[i]; }) / static_cast<float>(width);
       const float mean = first;
       second = sum_row(width, [=](int64_t i) { return h[i] - mean; }) / static_cast<float>(width);
     }
-    const Moments m = *this;
+    const RowMoments m = *this;
     const float squares = sum_row(width, [=](int64_t i) { return m.centred(h[i]) * m.centred(h[i]); });
     rstd = 1.f / std::sqrt(squares / static_cast<float>(width) + eps);
   }
