@@ -78,6 +78,25 @@ def seed():
     torch.manual_seed(0)
 
 
+# ---- outputs and inputs of any op
+
+
+def outputs_of(result) -> tuple[torch.Tensor, ...]:
+    """The tensors that an op returned: one, or several of which some may be None."""
+    return tuple(t for t in (result if isinstance(result, (tuple, list)) else (result,)) if t is not None)
+
+
+def same_bits(a, b) -> bool:
+    a, b = outputs_of(a), outputs_of(b)
+    return len(a) == len(b) > 0 and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values and memory format, one element past an aligned start: what `flat[1:1+D]` gives."""
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return flat[1:].as_strided(tensor.shape, torch.empty_like(tensor).stride()).copy_(tensor)
+
+
 # ---- LTX-Video and LTX-2, injected
 
 

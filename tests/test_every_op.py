@@ -12,7 +12,7 @@ from typing import Callable, NamedTuple
 import pytest
 import torch
 import torch._dynamo
-from conftest import DTYPES
+from conftest import DTYPES, misaligned, outputs_of, same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FP32, FP16, BF16 = DTYPES.values()
@@ -133,18 +133,13 @@ def make_inputs(op: Op, dtype, device: str, *, batch: int = 2, tokens: int = TOK
     return {n: t.contiguous(memory_format=op.memory_format) if t.dim() == 4 else t for n, t in inputs.items()}
 
 
-def call(k, op: Op, inputs: dict) -> list[torch.Tensor]:
+def call(k, op: Op, inputs: dict) -> tuple[torch.Tensor, ...]:
     options = {name: value(inputs) if callable(value) else value for name, value in op.options.items()}
-    outputs = getattr(k, op.function)(**{**options, **inputs})
-    return [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t is not None]
+    return outputs_of(getattr(k, op.function)(**{**options, **inputs}))
 
 
 def first_of(inputs: dict) -> str:
     return next(iter(inputs))
-
-
-def same_bits(a, b) -> bool:
-    return len(a) == len(b) > 0 and all(torch.equal(x, y) for x, y in zip(a, b))
 
 
 def of_images(inputs: dict, images: slice) -> dict:
@@ -171,12 +166,6 @@ def test_no_batch_at_all_and_then_the_next_call(k, op, device, dtype):
     assert same_bits(call(k, op, inputs), expected)
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values and strides, one element past an aligned start: what `flat[1:1+D]` gives."""
-    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    return flat[1:].as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 @at_each_width

@@ -1,7 +1,5 @@
 """The linear layers of the fused blocks, as torch.compile sees them: two ops of their own."""
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +7,8 @@ from torch import nn
 
 
 @pytest.fixture
-def blocks(k):
-    return sys.modules[f"{k.__name__}.inject.blocks"]
+def blocks(inner):
+    return inner("blocks")
 
 
 @pytest.mark.parametrize("bias", [True, False])

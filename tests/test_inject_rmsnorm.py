@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 import types
 
 import pytest
@@ -224,7 +223,7 @@ def a_mode(name: str):
 
 
 @pytest.mark.parametrize("mode", ["fake", "autocast_fp16", "autocast_bf16", "inference", "on_meta"])
-def test_a_class_is_recognised_whatever_mode_it_is_first_met_in(k, monkeypatch, mode):
+def test_a_class_is_recognised_whatever_mode_it_is_first_met_in(k, inner, monkeypatch, mode):
     """What a class computes is found out once: in FakeTensorMode or under autocast it was found wrong, for good."""
     from transformers.models.gemma import modeling_gemma
 
@@ -234,7 +233,7 @@ def test_a_class_is_recognised_whatever_mode_it_is_first_met_in(k, monkeypatch, 
 
     members = {"__module__": modeling_gemma.__name__, "forward": forward}
     module = type("GemmaRMSNorm", (modeling_gemma.GemmaRMSNorm,), members)(48)
-    source = sys.modules[f"{k.__name__}.inject.transformers"]
+    source = inner("transformers")
     monkeypatch.setattr(source, "_formulas", {})
     with a_mode(mode):
         k.patch_rmsnorm(module)
@@ -244,8 +243,8 @@ def test_a_class_is_recognised_whatever_mode_it_is_first_met_in(k, monkeypatch, 
     torch.testing.assert_close(module(x), stock(module, x), rtol=1e-5, atol=1e-6)
 
 
-def test_a_class_is_recognised_under_another_default_dtype(k, monkeypatch):
-    source = sys.modules[f"{k.__name__}.inject.transformers"]
+def test_a_class_is_recognised_under_another_default_dtype(k, inner, monkeypatch):
+    source = inner("transformers")
     monkeypatch.setattr(source, "_formulas", {})
     module = transformers_norm("gpt_oss", "GptOssRMSNorm")
     torch.set_default_dtype(torch.float16)

@@ -13,7 +13,7 @@ import reference
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from conftest import DTYPES
+from conftest import DTYPES, misaligned, same_bits
 from reference import assert_no_worse_than_eager, assert_rounded_once
 
 FP32, FP16, BF16 = DTYPES.values()
@@ -87,17 +87,6 @@ def check(k, op, inputs, **extra):
     dtype = inputs["residual" if name == "gated_residual" else "x"].dtype
     assert_no_worse_than_eager(outputs[0], eager, expected, dtype)
     return outputs
-
-
-def misaligned(tensor):
-    """The same values, one element past an aligned start: what `flat[1:1+D]` gives."""
-    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    view = flat[1:].view(tensor.shape)
-    return view.copy_(tensor)
-
-
-def same_bits(a, b) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 
 # ---- sizes, dtypes, operands ------------------------------------------------------------------------------

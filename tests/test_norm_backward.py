@@ -6,9 +6,9 @@ import pytest
 import reference
 import torch
 import torch._dynamo
-from conftest import DTYPES
+from conftest import DTYPES, misaligned, same_bits
 from reference import assert_no_worse_than_eager
-from test_norm import HIDDEN, VIEWS, misaligned, same_bits
+from test_norm import HIDDEN, VIEWS
 from torch.utils.checkpoint import checkpoint
 
 FP32, FP16, BF16 = DTYPES.values()

@@ -11,7 +11,7 @@ import reference
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from conftest import DTYPES
+from conftest import DTYPES, misaligned, outputs_of, same_bits
 from reference import assert_no_worse_than_eager, assert_rounded_once
 
 FP32, FP16, BF16 = DTYPES.values()
@@ -82,10 +82,6 @@ def make_inputs(model, dtype, device, *, table_dtype=FP32, param_dtype=None) -> 
     return {**inputs, **options}
 
 
-def outputs_of(result) -> tuple:
-    return tuple(t for t in (result if isinstance(result, tuple) else (result,)) if t is not None)
-
-
 def check(k, function, /, **inputs):
     """The op against fp64 by the rule: outputs contiguous, of their dtypes, rounded once; the inputs untouched."""
     before = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
@@ -100,16 +96,6 @@ def check(k, function, /, **inputs):
         assert output.is_contiguous()
         assert_no_worse_than_eager(output, best, right, dtype=dtype)
     return outputs
-
-
-def same_bits(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(outputs_of(a), outputs_of(b)))
-
-
-def misaligned(tensor):
-    """The same values one element further in memory: no vector of it is aligned."""
-    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
-    return room.view(tensor.shape).copy_(tensor)
 
 
 @pytest.fixture(params=MODELS)
