@@ -550,18 +550,19 @@ class Problem:
 
 
 FAST = ("ours", "torch", "liger", "quack", "flashinfer")  # all but eager and torch.compile, which cost seconds a shape
-#: DESIGN, "Numbers to hold".
-DESIGN = [(5376, 2048), (16128, 2048), (16384, 3072), (16384, 4096), (4096, 8192), (65536, 2048)]
+#: [rows, hidden]: LTX-Video 2B at 49 and 161 frames, the widths of FLUX, LLaMA 8B and 70B, and many rows.
+MODEL_SIZES = [(5376, 2048), (16128, 2048), (16384, 3072), (16384, 4096), (4096, 8192), (65536, 2048)]
 
 
 def issue2() -> list[Problem]:
-    """RMSNorm forward and backward: DESIGN's shapes in all dtypes, small ones, per-head rows, very long rows."""
+    """RMSNorm forward and backward: the sizes of models in all dtypes, small ones, per-head rows, very long rows."""
     small = [(1, 2048), (16, 2048), (256, 2048), (1024, 1024), (1024, 2048)]
     heads = [(total // n, n) for total in (1 << 20, 1 << 26) for n in (64, 128, 256)]
     long = [((1 << 26) // n, n) for n in (16384, 32768, 65536)]
-    problems = [Problem("rms_norm", s, BF16, ALL if s in DESIGN[::3] else FAST) for s in DESIGN + small + heads + long]
+    shapes = MODEL_SIZES + small + heads + long
+    problems = [Problem("rms_norm", s, BF16, ALL if s in MODEL_SIZES[::3] else FAST) for s in shapes]
     for dtype in (FP16, FP32):
-        problems += [Problem("rms_norm", s, dtype, FAST) for s in [*DESIGN, (1024, 2048)]]
+        problems += [Problem("rms_norm", s, dtype, FAST) for s in [*MODEL_SIZES, (1024, 2048)]]
     backward = [(5376, 2048), (16384, 4096), (65536, 2048)]
     problems += [Problem("rms_norm_backward", s, BF16) for s in backward]
     return [*problems, host_of("rms_norm")]

@@ -1,7 +1,7 @@
 """The minimal integration: load the kernels, put them into LTX-Video, check, time, take them out again.
 
-python ltx_kernel_injection_example.py            the transformer with random weights: the 2B sizes on a GPU, tiny ones
-without python ltx_kernel_injection_example.py --model Lightricks/LTX-Video           real weights
+python ltx_kernel_injection_example.py                                random weights: 2B's sizes on a GPU, else tiny
+python ltx_kernel_injection_example.py --model Lightricks/LTX-Video   real weights
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """References in fp64, the eager compositions beside them, and the rule that judges an output.
 
-The rule (DESIGN, decision 4): against an fp64 reference an op is never less accurate than the eager composition in the
-same dtype, measured as RMS over the tensor. Fixed tolerances of 1e-1 in bf16 hide a wrong cast; this rule does not.
+The rule: against an fp64 reference an op is never less accurate than the eager composition in the same dtype, measured
+as RMS over the tensor. Fixed tolerances of 1e-1 in bf16 hide a wrong cast; this rule does not.
 
 Layout: the rule first, then one section a family. A reference has the public function's name and arguments and returns
 fp64; with `compute=torch.float32` and one rounding at the end it is the most accurate eager composition that a user

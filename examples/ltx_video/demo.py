@@ -1,8 +1,7 @@
 """LTX-Video through diffusers, stock against injected: `make demo`.
 
-Random weights, so no download: the 2B model in bf16 on a GPU, a small one of the same classes in fp32 without. The time
-    a step and the difference of the results are what there is to see; a video there is not (generate_video.py makes
-    one).
+Random weights, so no download: the 2B model in bf16 on a GPU, a small one of the same classes in fp32 without. It shows
+the time of a step and how far the results differ. It makes no video; generate_video.py does.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Generate a video with LTX-Video through diffusers: with the kernels of this package, without, compiled, or compared.
 
-    python generate_video.py --prompt "A woman walks through a snowy forest"     real weights, from the Hub or its cache
-    python generate_video.py --random-weights                                     the 2B model's true sizes, no download
-    python generate_video.py --tiny --compare                                     minutes on a CPU: every path, a video
-    of noise python generate_video.py --compare                                            stock, injected, compiled,
-    both: times and differences
+    python generate_video.py --prompt "A woman in the snow"     real weights, from the Hub or its cache
+    python generate_video.py --random-weights                   the 2B model's true sizes, no download
+    python generate_video.py --tiny --compare                   minutes on a CPU: every path, a video of noise
+    python generate_video.py --compare                          stock, injected, compiled, both: times and differences
 
-Offline there is no tokenizer either: random and tiny models take random prompt embeddings, and the prompt is only
-    shown.
+Offline there is no tokenizer either: random and tiny models take random prompt embeddings and only show the prompt.
 """
 
 from __future__ import annotations
