@@ -17,8 +17,8 @@ struct RowLaunch {
 
 constexpr int kMaxThreadsPerRow = 512;
 
-// For __launch_bounds__: 0 leaves it to the compiler how many blocks an SM should have, which for its sake would rather
-// spill in a kernel of many values; 1 does not.
+// For __launch_bounds__. 0 leaves to the compiler how many blocks an SM should hold, and to fit more of them it spills
+// in a kernel of many values; with 1 it takes the registers instead.
 constexpr int min_blocks(bool would_spill) { return would_spill ? 1 : 0; }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
