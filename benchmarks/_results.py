@@ -10,6 +10,7 @@ could not be timed (absent, failed, wrong) is a row without times and with its `
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
@@ -125,6 +126,19 @@ def by_problem(rows: list[dict]) -> dict[tuple, dict[str, dict]]:
     return problems
 
 
+def read_result(path: Path) -> dict:
+    """A result of the schema. Where the file holds none the program ends, with 2: it is not what a script looks for."""
+    try:
+        result = json.loads(path.read_text())
+        found = problems(result)
+    except (OSError, ValueError) as error:
+        found = [short(error)]
+    if found:
+        print(f"{path} is not a result: {found[0]}", file=sys.stderr)
+        raise SystemExit(2)
+    return result
+
+
 # ---- the environment -------------------------------------------------------------------------------------
 
 
@@ -232,6 +246,13 @@ def short(error: BaseException) -> str:
     """One line for a row's reason."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"[:160]
+
+
+def count(text: str) -> int:
+    """The type of an option that is a whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
 
 
 def shown_path(path: Path) -> Path:

@@ -8,7 +8,7 @@
 `PyTorch` is the formula in separate operations, as models spell it; F.rms_norm, torch.compile, Liger, quack and
 flashinfer are what to beat now. Bandwidth: each input read once and the output written once, over the time; beside a
 copy of as many bytes in the same run, and beside what the chip's data sheet promises. The timing and the options are
-micro.py's.
+micro.py's; the op and the set are given.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ def classic_table(rows: list[dict], device: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = micro.arguments([*(sys.argv[1:] if argv is None else argv), "--set", "classic", "--op", "rms_norm"])
+    args = micro.arguments(argv)
+    args.set, args.op, args.name = ["classic"], ["rms_norm"], "classic"
     if args.peer:
         args.peer.append("eager")
     if args.device == "cpu" and not args.shape:
-        args.shape = ["1x64x2048", "2x64x2048"]
+        args.shape = [(1, 64, 2048), (2, 64, 2048)]
     device = device_name(args.device)
     print(classic_table(micro.measure(args), device))
     nominal = nominal_gbps(device)

@@ -7,18 +7,17 @@
 A row is slower when its 10th percentile now lies above the 90th it had, and its median grew by more than the tolerance
 (which is all there is where a row holds one sample, as a profile does). A row that had a time and now has a reason
 instead counts as slower. Rows that only one of the files has are counted, not judged. Only our own candidates are
-looked at: that a peer got slower is no regression. Exits 2 where there is nothing to compare: another device, or no
-common row.
+looked at: that a peer got slower is no regression. Exits 2 where there is nothing to compare: no result, another
+device, or no common row.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from _results import columned, problems, row_key
+from _results import columned, read_result, row_key
 
 OURS = ("ours", "injected", "injected_compiled", "injected_graph")
 
@@ -61,14 +60,6 @@ def compare(old: dict, new: dict, candidates: tuple[str, ...], tolerance: float)
     return [cells for _, cells in sorted(changed)], counts
 
 
-def read(path: Path) -> dict:
-    result = json.loads(path.read_text())
-    found = problems(result)
-    if found:
-        raise SystemExit(f"{path} is not a result: {found[0]}")
-    return result
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("old", type=Path)
@@ -76,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--candidate", action="append", help=f"whose rows (default: {', '.join(OURS)})")
     parser.add_argument("--tolerance", type=float, default=0.03, help="growth of a median that is never noise (0.03)")
     args = parser.parse_args(argv)
-    old, new = read(args.old), read(args.new)
+    old, new = read_result(args.old), read_result(args.new)
     if old["device"] != new["device"]:
         print(f"not to be compared: {old['device']} and {new['device']}", file=sys.stderr)
         return 2

@@ -6,7 +6,7 @@
     python benchmarks/e2e.py --model qwen-image --depth 20       20 of its 60 blocks; the rows say so
     python benchmarks/e2e.py --model ltx-2b --parts vae,pipeline
     python benchmarks/e2e.py --model llama-3-8b --parts decode --configurations stock,injected
-    python benchmarks/e2e.py --skip gelu --skip ltx_vae.conv     what a kind of injection brings: measured without it
+    python benchmarks/e2e.py --skip gelu --skip ltx_vae.conv     what a kind brings: without it; the rows say so
 
 step      one call of the denoiser; prefill, decode: of a language model (the rows of decode are us a token at batch 1).
 split     GPU time of each of these by kind of kernel (profiler): gemm (convolutions too), attention, ours, other; `gpu`
@@ -34,7 +34,19 @@ from pathlib import Path
 
 import torch
 from _models import FAMILIES, Family
-from _results import CPU_NOTE, ROOT, TIMES, ResultFile, columned, default_out, header, load_package, short, shown_path
+from _results import (
+    CPU_NOTE,
+    ROOT,
+    TIMES,
+    ResultFile,
+    columned,
+    count,
+    default_out,
+    header,
+    load_package,
+    short,
+    shown_path,
+)
 from _timing import Bench, Times, capture, nothing
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -243,8 +255,8 @@ def gpu_split(run: Run, calls: int = 2) -> dict[str, float]:
                 seen = largest.setdefault(event.key, [0.0, 0.0])
                 seen[0] += us
                 seen[1] += event.count / calls / run.units
-    for key, (us, count) in sorted(largest.items(), key=lambda item: -item[1][0])[:14]:
-        print(f"    {us:10.1f} us {count:6.0f}x  {key[:110]}")
+    for key, (us, times) in sorted(largest.items(), key=lambda item: -item[1][0])[:14]:
+        print(f"    {us:10.1f} us {times:6.0f}x  {key[:110]}")
     return split
 
 
@@ -445,7 +457,7 @@ def measure_vae(args, package, file: ResultFile, frames: int) -> None:
     grid = ((frames - 1) // 8 + 1, args.sizes["height"] // 32, args.sizes["width"] // 32)
     latents = randn_of(args)(1, pipe.vae.config.latent_channels, *grid)
     skips = {"stock": None, "injected_no_format": ["ltx_vae.conv"], "injected": []}
-    op, shape = f"{args.prefix}ltx_vae:decode", list(latents.shape)
+    op, shape = f"{args.prefix}ltx_vae{args.without}:decode", list(latents.shape)
     if skips.keys() <= file.candidates(op, shape, args.dtype_name).keys():
         print(f"  {op} {shape}: there already")
         return
@@ -470,7 +482,8 @@ def measure_vae(args, package, file: ResultFile, frames: int) -> None:
 def measure_pipeline(args, package, file: ResultFile, family: Family, frames: int) -> None:
     """All steps and the VAE, in one call of the pipeline."""
     sizes = args.sizes
-    op, shape = f"{args.prefix}{family.op}:pipeline[{args.steps} steps]", [frames, sizes["height"], sizes["width"]]
+    op = f"{args.prefix}{family.op}{args.without}:pipeline[{args.steps} steps]"
+    shape = [frames, sizes["height"], sizes["width"]]
     names = [name for name in CONFIGURATIONS[:4] if name in args.configurations]
     if set(names) <= file.candidates(op, shape, args.dtype_name).keys():
         print(f"  {op} {shape}: there already")
@@ -517,7 +530,7 @@ def measure_accuracy(args, package, file: ResultFile, family: Family) -> None:
             package.inject_optimized_kernels(model, skip=args.skip)
         error = (forward(model, inputs).float() - reference).norm() / reference.norm()
         known = {"error": error.item(), "reason": "an accuracy, not a time"}
-        rows.append(row(f"{args.prefix}{family.op}:accuracy", shape, args.dtype_name, name, **known))
+        rows.append(row(f"{args.prefix}{family.op}{args.without}:accuracy", shape, args.dtype_name, name, **known))
     file.replace(rows)
     show(rows)
 
@@ -534,14 +547,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help="a list of step, prefill, decode, split, vae, pipeline, accuracy (default: the timed ones and split)",
     )
     parser.add_argument("--configurations", default=",".join(CONFIGURATIONS if cuda else CONFIGURATIONS[:2]))
-    parser.add_argument("--frames", type=int, nargs="+", help="of a video model")
-    parser.add_argument("--height", type=int)
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--depth", type=int, metavar="BLOCKS", help="fewer blocks; the rows say how many")
+    parser.add_argument("--frames", type=count, nargs="+", help="of a video model")
+    parser.add_argument("--height", type=count)
+    parser.add_argument("--width", type=count)
+    parser.add_argument("--depth", type=count, metavar="BLOCKS", help="fewer blocks; the rows say how many")
     parser.add_argument("--skip", action="append", default=[], help="a kind that is not injected")
-    parser.add_argument("--steps", type=int, default=30 if cuda else 2, help="of the pipeline")
+    parser.add_argument("--steps", type=count, default=30 if cuda else 2, help="of the pipeline")
     parser.add_argument("--budget-ms", type=float, default=2500 if cuda else 20, help="for each configuration")
-    parser.add_argument("--rounds", type=int, default=6 if cuda else 2)
+    parser.add_argument("--rounds", type=count, default=6 if cuda else 2)
     parser.add_argument("--tiny", action="store_true", default=not cuda, help="tiny models (default without a GPU)")
     parser.add_argument("--out", type=Path, help="the JSON (default: benchmarks/results/<chip>/e2e_<model>.json)")
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
@@ -558,6 +571,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args.device, args.dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     args.dtype_name = NAMES[args.dtype]
     args.prefix = "tiny_" if args.tiny else ""
+    args.without = f"[without {', '.join(sorted(args.skip))}]" if args.skip else ""
     args.sizes = dict(family.tiny_sizes if args.tiny else family.sizes)
     args.sizes |= {
         name: v for name in ("frames", "height", "width") if (v := getattr(args, name)) and name in args.sizes
@@ -572,7 +586,7 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out or default_out(args.device, f"e2e_{args.model}")
     file = ResultFile(out, header(package, args.device), args.fresh)
     config, depth = family.configured(args.tiny, args.depth)
-    op = args.prefix + family.op + depth
+    op = args.prefix + family.op + depth + args.without
     print(f"{family.title}{depth}, {'tiny' if args.tiny else 'as in ' + family.source}: {args.sizes}")
     if {"step", "prefill", "decode", "split"} & set(args.parts):
         stock = family.build(config, args.device, args.dtype)

@@ -30,6 +30,7 @@ from _results import (
     ResultFile,
     by_problem,
     columned,
+    count,
     default_out,
     header,
     load_package,
@@ -212,19 +213,25 @@ class Runner:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.replace("x", ",").split(",") if part)
+    return tuple(map(count, text.replace("x", ",").split(",")))
+
+
+def is_called(base: str, op: str) -> bool:
+    return base == op or base.startswith(op + "[")
 
 
 def chosen(args, package) -> list[Problem]:
     """The problems of the sets and filters; with --shape also such that no set has."""
     problems = list(dict.fromkeys(problem for name in args.set for problem in SETS[name]()))
     if args.op:
-        problems = [p for p in problems if any(p.base == op or p.base.startswith(op + "[") for op in args.op)]
+        problems = [p for p in problems if any(is_called(p.base, op) for op in args.op)]
     if args.shape:
-        shapes = [parse_shape(shape) for shape in args.shape]
-        listed = [p for p in problems if p.shape in shapes]
+        listed = [p for p in problems if p.shape in args.shape]
         extra = [
-            Problem(op, s) for s in shapes for op in args.op or [] if op in OPS and s not in {p.shape for p in listed}
+            Problem(op, s)
+            for s in args.shape
+            for op in args.op or []
+            if op in OPS and s not in {p.shape for p in listed}
         ]
         problems = listed + extra
     if args.dtype:
@@ -282,7 +289,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--set", action="append", choices=SETS, help="shapes (default: all but smoke; on a CPU smoke)")
     parser.add_argument("--op", action="append", metavar="OP", help=f"{', '.join(OPS)}; `rope` is `rope[half]` too")
-    parser.add_argument("--shape", action="append", metavar="2,2688,2048", help="of the output")
+    parser.add_argument("--shape", action="append", type=parse_shape, metavar="2,2688,2048", help="of the output")
     parser.add_argument("--dtype", action="append", choices=DTYPES)
     parser.add_argument("--peer", action="append", choices=PEERS, help="only these beside ours and the copy")
     parser.add_argument("--budget-ms", type=float, default=60.0, help="time for each candidate of a problem")
@@ -297,6 +304,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     args = parser.parse_args(argv)
+    if unknown := [op for op in args.op or [] if not any(is_called(base, op) for base in OPS)]:
+        parser.error(f"no op is called {', '.join(unknown)}; there are {', '.join(OPS)}")
     args.name = "-".join(args.set or ["smoke" if args.device == "cpu" else "all"])
     if not args.set:
         args.set = ["smoke"] if args.device == "cpu" else [name for name in SETS if name != "smoke"]
@@ -322,7 +331,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
         known = file.candidates(problem.op, problem.shape, problem.dtype)
         if all(n in known and (is_absent(n) or NOT_INSTALLED not in known[n].get("reason", "")) for n in wanted):
             progress.step(f"{name}: there already")
-        elif args.max_seconds and time.perf_counter() - start > args.max_seconds:
+        elif args.max_seconds is not None and time.perf_counter() - start > args.max_seconds:
             left += 1
             continue
         else:

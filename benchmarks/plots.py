@@ -12,7 +12,6 @@ light and on a dark page.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -22,7 +21,7 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from _results import ROOT, by_problem, problems, shown_path  # noqa: E402
+from _results import ROOT, by_problem, read_result, shown_path  # noqa: E402
 
 BACKGROUND, TEXT, GRID = "#f5f5f3", "#1f1f1f", "#cfcfca"
 #: Each candidate has a colour and a marker: either alone tells it. All have a contrast of 3 or more on the background.
@@ -211,20 +210,12 @@ README = {
 }
 
 
-def read(paths: list[Path]) -> Results:
-    results = [(path, json.loads(path.read_text())) for path in paths]
-    for path, result in results:
-        if found := problems(result):
-            raise SystemExit(f"{path} is not a result: {found[0]}")
-    return results
-
-
 def draw(
     kind: str, paths: list[Path], name: str, folder: Path, formats: tuple[str, ...] = ("png", "svg")
 ) -> list[Path]:
     """The files of one picture; none where the results have nothing of that kind."""
     with plt.rc_context(RC):
-        figure = KINDS[kind](read(paths))
+        figure = KINDS[kind]([(path, read_result(path)) for path in paths])
         if figure is None:
             return []
         folder.mkdir(parents=True, exist_ok=True)

@@ -128,6 +128,22 @@ def test_a_run_goes_on_where_it_stopped(bench):
     assert {row["candidate"] for row in fresh["rows"]} == {"copy", "ours", "eager"}
 
 
+def test_an_op_or_shape_that_does_not_exist_is_an_error(bench, capsys):
+    """Not a table without rows, nor rows that the schema refuses."""
+    shapes = [("--op", "rms_norm", "--shape", shape) for shape in ("axb", "0x8", "2x-3", "2.5,8", "")]
+    for wrong in (("--op", "rmsnorm"), ("--op", "rms_norm", "--op", "gel"), *shapes):
+        with pytest.raises(SystemExit):
+            bench(*wrong)
+        assert re.search("no op is called (rmsnorm|gel);|is not a whole number", capsys.readouterr().err)
+
+
+def test_no_time_left_starts_no_problem(k, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(micro, "load_package", lambda: k)
+    arguments = ["--device", "cpu", "--op", "gelu", "--shape", "2x8", "--max-seconds", "0"]
+    assert micro.main([*arguments, "--out", str(tmp_path / "none.json")]) == 0
+    assert "1 problems left" in capsys.readouterr().err
+
+
 # ---- the problems
 
 
@@ -197,10 +213,13 @@ def test_classic_table_runs_on_the_cpu_and_says_so(k, tmp_path, monkeypatch, cap
     monkeypatch.setattr(micro, "load_package", lambda: k)
     out = tmp_path / "classic.json"
     arguments = ["--device", "cpu", "--peer", "torch", "--shape", "1x8x64", "--budget-ms", "1", "--out", str(out)]
+    arguments += ["--op", "gelu"]  # which would be a line of the table as if it were the norm
     assert benchmark_rmsnorm.main(arguments) == 0
     said = capsys.readouterr().out
     assert "[1x8x64]" in said and _results.CPU_NOTE in said
-    assert {row["candidate"] for row in json.loads(out.read_text())["rows"]} == {"copy", "ours", "eager", "torch"}
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["candidate"] for row in rows} == {"copy", "ours", "eager", "torch"}
+    assert {row["op"] for row in rows} == {"rms_norm"}
 
 
 # ---- compare.py
@@ -243,10 +262,15 @@ def test_compare_tells_slower_from_noise(what, tmp_path, capsys):
         assert said.out.splitlines()[1].startswith(("slower", "lost")), "the worst row is printed first"
 
 
-def test_compare_refuses_what_is_no_result(tmp_path):
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(SystemExit, match="is not a result"):
-        compare.main([str(tmp_path / "bad.json"), str(tmp_path / "bad.json")])
+def test_compare_refuses_what_is_no_result(tmp_path, capsys):
+    """With 2: a CI that looks for 1 would call a file that is not there a regression."""
+    for name, content in (("empty", "{}"), ("broken", "{"), ("text", "12 passed")):
+        (tmp_path / name).write_text(content)
+    for name in ("empty", "broken", "text", "absent"):
+        with pytest.raises(SystemExit) as ended:
+            compare.main([str(tmp_path / name)] * 2)
+        assert ended.value.code == 2
+        assert "is not a result" in capsys.readouterr().err
 
 
 # ---- e2e.py
@@ -320,6 +344,15 @@ def test_a_reduced_depth_stands_in_the_rows(e2e):
         e2e("--model", "sdxl", "--parts", "step", "--depth", "2")
 
 
+def test_what_is_measured_without_a_kind_is_not_taken_for_the_whole(e2e):
+    """Nor found there already: it would be neither measured nor told apart."""
+    arguments = ("--parts", "step", "--configurations", "injected")
+    whole = e2e(*arguments)["rows"]
+    both = e2e(*arguments, "--skip", "gelu", "--skip", "ltx_video.rope")["rows"]
+    assert both[: len(whole)] == whole
+    assert {row["op"] for row in both[len(whole) :]} == {"tiny_ltx_video_2b[without gelu, ltx_video.rope]:step"}
+
+
 def test_a_configuration_that_fails_is_a_row_with_its_reason(e2e, monkeypatch, k):
     class Broken:
         __file__ = k.__file__
@@ -377,6 +410,14 @@ def test_vae_and_pipeline_of_ltx_video(e2e):
     assert set(candidates(result, "tiny_ltx_vae:decode")) == {"stock", "injected_no_format", "injected"}
     assert set(candidates(result, "tiny_ltx_video_2b:pipeline[2 steps]")) == {"stock", "injected"}
     assert all(row["us_median"] for row in result["rows"])
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--steps", "--depth", "--frames", "--height", "--width"])
+@pytest.mark.parametrize("value", ["0", "-1", "2.5", "many"])
+def test_a_count_that_is_none_is_an_error(e2e, capsys, option, value):
+    with pytest.raises(SystemExit):
+        e2e(option, value)
+    assert f"'{value}' is not a whole number from 1 on" in capsys.readouterr().err
 
 
 def test_a_part_or_configuration_that_does_not_exist_is_an_error(e2e, capsys):
