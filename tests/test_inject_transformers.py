@@ -389,6 +389,41 @@ def test_layer_norm_of_any_kind_is_that_of_stock(k, device):
             norm(torch.randn(2, 3, 16, device=device))
 
 
+@pytest.fixture
+def mesh():
+    """A device mesh of this process alone."""
+    distributed = pytest.importorskip("torch.distributed.tensor")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_a_norm_of_distributed_tensors_is_that_of_stock(k, mesh, norm):
+    """As tensor parallelism has them behind sequence-parallel layers: no op of ours says how it is sharded."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    norm = parallelize_module(norm(32), mesh, SequenceParallel())
+    x = distribute_tensor(torch.randn(2, 4, 32), mesh, [Shard(1)])
+    with torch.no_grad():
+        expected = norm(x)
+        k.inject_optimized_kernels(norm)
+        assert torch.equal(norm(x).full_tensor(), expected.full_tensor())
+
+
+@pytest.mark.parametrize(
+    ("norm", "layout"), [(nn.RMSNorm, torch.jagged), (nn.LayerNorm, torch.jagged), (nn.LayerNorm, torch.strided)]
+)
+def test_a_norm_of_nested_tensors_is_that_of_stock(k, norm, layout):
+    norm, parts = norm(32), [torch.randn(length, 32) for length in (2, 3)]
+    x = torch.nested.nested_tensor(parts, layout=layout)
+    k.inject_optimized_kernels(norm)
+    with torch.no_grad():
+        for result, part in zip(norm(x).unbind(), parts):
+            assert relative(result, norm(part)) < 1e-6
+
+
 def test_a_replaced_projection_is_called(k):
     """As an adapter does: around the projections, or in their place."""
 

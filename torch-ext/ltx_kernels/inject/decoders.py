@@ -44,7 +44,7 @@ def served(x: Tensor, *others: Tensor) -> bool:
 def layer_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """What a torch.nn.LayerNorm computes."""
     weight, bias = norm.weight, norm.bias
-    if x.shape[-1:] == norm.normalized_shape and served(x, *(t for t in (weight, bias) if t is not None)):
+    if served(x, *(t for t in (weight, bias) if t is not None)) and x.shape[-1:] == norm.normalized_shape:
         return functional.layer_norm(x, weight, bias, norm.eps)
     return type(norm).forward(norm, x)
 
