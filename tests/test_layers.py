@@ -72,6 +72,19 @@ def test_rms_norm_layer_returns_the_dtype_of_stock(k, device, x_dtype, weight_dt
     torch.testing.assert_close(result, expected, rtol=1e-2 if x_dtype.itemsize == 2 else 1e-6, atol=0)
 
 
+@pytest.mark.parametrize("layer", ["RMSNorm", "RMSNormZeroCentered", "LayerNorm"])
+def test_norm_layers_compute_what_the_op_has_no_rule_for(k, layer):
+    """vmap, and tensors of parts."""
+    forward = getattr(k.layers, layer).forward
+    module = torch.nn.LayerNorm(32, bias=layer == "LayerNorm")  # with all that a layer asks for
+    x = torch.randn(2, 3, 32)
+    with torch.no_grad():
+        expected = forward(module, x)
+        assert relative(torch.func.vmap(lambda row: forward(module, row))(x), expected) < 1e-6
+        nested = forward(module, torch.nested.as_nested_tensor(x, layout=torch.jagged))
+        assert relative(torch.stack(nested.unbind()), expected) < 1e-6
+
+
 def test_rms_norm_layer_compiles_fullgraph(kernelized):
     model, inputs = tiny_models.llama(), tiny_models.tokens()
     layered = kernelized(model, kernels.Mode.INFERENCE | kernels.Mode.TORCH_COMPILE)

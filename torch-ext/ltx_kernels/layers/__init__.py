@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..functional import gated_activation, geglu, gelu, rms_norm
 from ..inject.decoders import Rotation, fits, rotate, served
 from ..inject.decoders import layer_norm as _layer_norm
-from ..inject.norms import FLOATS, rms_norm_forward
+from ..inject.norms import FLOATS, rms_norm_forward, supported
 
 __all__ = [
     "DiffusersRMSNorm",
@@ -33,7 +33,7 @@ _FULL = Rotation(partial=False, half=False)
 
 def _llama_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * normed.to(x.dtype)`, with the dtype that this product has."""
-    if x.dtype not in FLOATS:
+    if not supported(x):
         normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
         return weight * normed.to(x.dtype)
     if weight.dtype is x.dtype or (x.dtype is torch.float32 and weight.dtype in FLOATS):
@@ -71,7 +71,7 @@ class RMSNormZeroCentered(nn.Module):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype in FLOATS and self.weight.dtype in FLOATS:
+        if supported(x) and self.weight.dtype in FLOATS:
             return rms_norm(x, self.weight, self.eps, weight_offset=1.0)
         normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
         return (normed * (1.0 + self.weight.float())).type_as(x)
