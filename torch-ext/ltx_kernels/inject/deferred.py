@@ -15,7 +15,7 @@ from typing import Any, Callable, Optional, Union
 import torch
 from torch import Tensor
 
-from .norms import FLOATS, is_transformed
+from .norms import FLOATS, is_dense, is_transformed
 from .patching import HAS_CUDA
 from .rewriting import call, innermost, parsed, recompiled, rewritten
 
@@ -31,8 +31,8 @@ def stock_only() -> bool:
 
 
 def taken(x: Any) -> bool:
-    """A tensor of a dtype and a device that our ops take."""
-    return isinstance(x, Tensor) and x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu)
+    """A tensor of a kind, a dtype and a device that our ops take."""
+    return isinstance(x, Tensor) and x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu) and is_dense(x)
 
 
 class Deferred:

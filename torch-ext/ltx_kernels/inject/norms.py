@@ -26,14 +26,14 @@ def is_transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _is_dense(x: Tensor) -> bool:
+def is_dense(x: Tensor) -> bool:
     """No tensor of parts (DTensor, nested), for which our ops have no rules either; a fake one is no such."""
     return not x.is_nested and (type(x) is Tensor or not hasattr(type(x), "__tensor_flatten__"))
 
 
 def supported(x: Tensor) -> bool:
     """Our ops take this kind of tensor, dtype and device, here."""
-    return x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu) and _is_dense(x) and not is_transformed()
+    return x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu) and is_dense(x) and not is_transformed()
 
 
 @dataclass(frozen=True)
