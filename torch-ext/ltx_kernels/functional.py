@@ -168,7 +168,7 @@ def gated_residual(
 
     Args:
         residual, x: ``[*, D]`` of one shape, float32, float16 or bfloat16, each with its own dtype.
-        gate: broadcasts to x by torch's rules, any of the three dtypes; None is a gate of 1.
+        gate: broadcasts to x by torch's rules (``[.., D]``), any of the three dtypes; None is a gate of 1.
         gate_table: broadcasts like ``gate`` and is added to it in fp32.
 
     Returns:
@@ -208,7 +208,8 @@ def residual_ada_norm(
 
     Args:
         residual, x: ``[*, D]`` of one shape, float32, float16 or bfloat16, each with its own dtype.
-        gate, scale, shift and their tables: broadcast to x by torch's rules, any of the three dtypes, or None.
+        gate, scale, shift and their tables: broadcast to x by torch's rules (``[.., D]``), any of the three dtypes,
+            or None.
         weight, bias: ``[D]`` in any of the three dtypes, or None.
         eps: added to the mean square or the variance.
         norm: "rms" or "layer".
