@@ -6,6 +6,7 @@ test_inject_rmsnorm.py.
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
@@ -334,6 +335,28 @@ def test_experts_of_another_implementation(k, name, implementation):
     model.set_experts_implementation(implementation)
     k.remove_optimized_kernels(model)
     assert [dict(vars(m)) for m in model.modules()] == state
+
+
+@pytest.mark.parametrize(
+    ("rotation", "norms"),
+    [
+        ("q, k = apply_rotary_pos_emb(q, k, cos, sin)", ["q_norm", "k_norm"]),
+        ("v = v + q; q, k = apply_rotary_pos_emb(q, k, cos, sin)", []),
+        ("rotated, k = apply_rotary_pos_emb(q, k, cos, sin)", []),
+        ("k, q = apply_rotary_pos_emb(q, k, cos, sin)", []),
+        ("kept = q, k = apply_rotary_pos_emb(q, k, cos, sin)", []),
+        ("both = apply_rotary_pos_emb(q, k, cos, sin)", []),
+    ],
+)
+def test_norms_of_heads_go_with_the_rotation_only_where_nothing_else_reads_them(inner, rotation, norms):
+    """As a forward of another version of transformers may: the norm is not where it was any more."""
+    tree = ast.parse(
+        f"q = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)\n"
+        f"k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)\n{rotation}"
+    )
+    stock = ast.unparse(tree)
+    assert inner("decoders")._fuse_norm_rope(tree.body) == norms
+    assert (ast.unparse(tree) == stock) is (not norms)
 
 
 @pytest.mark.parametrize("change", ["hook", "eps", "width"])

@@ -437,6 +437,9 @@ def _fuse_norm_rope(body: list[ast.stmt]) -> list[str]:
         if not _is_rope(rope) or len(rope.args) < 2:
             continue
         names = [arg.id if isinstance(arg, ast.Name) else "" for arg in rope.args[:2]]
+        assigned = [getattr(name, "id", "") for name in getattr(statement.targets[0], "elts", ())]
+        if len(statement.targets) > 1 or assigned != names:  # what is normed and not rotated is used as well
+            continue
         normed = [[s for s in body[:end] if _target(s) == name][-1:] for name in names]
         norms = [_transposed_norm(s[0].value) if s else None for s in normed]
         if None in norms or any(
