@@ -198,6 +198,13 @@ class Odd(nn.Module):
         u = [self.norm(x) * (1 + scale[:, None]), (s, r.shape, r.dtype, r.ndim)]
         v = x + self.norm(branch)
         w = x + gate * self.rms(branch)
+        y = self.norm(x.float()).to(x.dtype) * (1 + scale[:, None]) + shift[:, None]  # cast before the modulation
+        y = [y, (self.norm(x.float()) * (1 + gate.float())).to(x.dtype) + gate]
+        wide = (x.float() + branch.float()).to(torch.float64)
+        z = [self.norm(wide), wide, (x.float() + branch.float()).to(torch.int64)]
+        first_of = [(x + branch)[:1, :1, :1], 1 if x[:1, :1, :1] * (0 * branch[:1, :1, :1]) else 2, len(x + branch)]
+        single = [self.norm(x) * (1 + scale.mean()), gate.mean() * branch + x]  # a factor without dimensions
+        u = [u, y, z, first_of, single]
         return a, b, c, d, e, f, g, i, j, m, n, first, second, o, q, s, t, u, v, self.norm(w), w, len(rest), options
 
 
@@ -255,6 +262,9 @@ def heads_in_any_order(ops, norm, k_norm, wide_norm, apply_rotary_emb, q, k, tab
     yield ops.rope(apply_rotary_emb, ops.norm(norm, q), halves, sequence_dim=1, use_real_unbind_dim=-2)
     either = tuple(t[:, :1].repeat(1, 16) for t in tables)  # the same tables, read in two ways
     yield [ops.rope(apply_rotary_emb, q, either, sequence_dim=1, use_real_unbind_dim=dim) for dim in (-1, -2, -1)]
+    j = q.clone()
+    m = ops.norm(norm, j)  # of what is written to afterwards
+    yield ops.put(j, (slice(None), slice(2)), k[:, :2]), m
     yield ops.rope(
         apply_rotary_emb, q.transpose(1, 2)[:, :2], tuple(t[:2] for t in tables), sequence_dim=1, use_real=True
     )
@@ -302,6 +312,47 @@ def test_query_and_key_in_any_order_of_operations(k, device, inner, norms):
         for a, b in zip(tree_flatten(ours)[0], tree_flatten(theirs)[0]):
             assert relative(a, b) < 1e-5 if torch.is_tensor(b) else a == b, number
     assert ops.calls["qk_norm_rope"] + ops.calls["q_norm_rope"] >= 15
+
+
+class WritesToTheBranch(nn.Module):
+    """x + gate * branch, and what then happens to the branch."""
+
+    norm = nn.LayerNorm(32)
+
+    def method(self, x, branch):
+        h = x + branch * x
+        branch.mul_(2)
+        return self.norm(h), branch
+
+    def function(self, x, branch):
+        h = x + branch * x
+        torch.relu_(branch)
+        return self.norm(h), branch
+
+    def out(self, x, branch):
+        h = x + branch * x
+        torch.add(x, 1, out=branch)
+        return self.norm(h), branch
+
+    def view(self, x, branch):
+        h, row = x + branch * x, branch[0]
+        row[:2] = 0
+        return self.norm(h), branch
+
+    def autocast(self, x, branch):
+        with torch.autocast("cpu", torch.bfloat16):
+            h = x + branch @ branch.mT @ x
+        return self.norm(h), branch
+
+
+@pytest.mark.parametrize("what", ["method", "function", "out", "view", "autocast"])
+def test_a_forward_that_writes_to_operands_is_left_alone(k, inner, what):
+    """What is put off would be made of other values, or in another state of torch."""
+    cls = type("Writes", (WritesToTheBranch,), {"forward": getattr(WritesToTheBranch, what)})
+    reason = inner("streams").plan("odd", lambda cls: False)(cls())
+    assert reason == (
+        f"its {what} holds what this package does not follow ({'With' if what == 'autocast' else 'in-place operation'})"
+    )
 
 
 # ---- when a call belongs to the class's own code

@@ -10,10 +10,11 @@ streams.py puts off what a block does with its residual stream, heads.py what an
 """
 
 import ast
+from collections.abc import Iterator
 from typing import Any, Callable, Optional, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .norms import FLOATS, is_dense, is_transformed
 from .patching import HAS_CUDA
@@ -66,6 +67,12 @@ class Deferred:
 
     def __getitem__(self, index: Any) -> Any:
         return self.value()[index]
+
+    def __bool__(self) -> bool:
+        return bool(self.value())
+
+    def __len__(self) -> int:
+        return len(self.value())
 
 
 def value(x: Any) -> Any:
@@ -134,6 +141,11 @@ class Defer(ast.NodeTransformer):
             node.value = self.value(node.value)  # it leaves the forward
         return node
 
+    @staticmethod
+    def writes(node: ast.AST) -> bool:
+        """Whether `x[index] = y` is not followed."""
+        return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return node  # a function within the forward gets tensors, see below
 
@@ -144,14 +156,38 @@ class Defer(ast.NodeTransformer):
 _NOT_FOLLOWED = (ast.AnnAssign, ast.AugAssign, ast.Await, ast.Dict, ast.Lambda, ast.NamedExpr, ast.Try, ast.Yield)
 
 
+def _writes(node: ast.AST) -> bool:
+    """x.mul_(..), relu_(x), add(.., out=x): it may change what a value that is put off is to be made of."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    return (name.endswith("_") and not name.endswith("__")) or any(k.arg in ("out", "inplace") for k in node.keywords)
+
+
+def _own_nodes(tree: ast.FunctionDef) -> Iterator[ast.AST]:
+    """All nodes but those of functions within, which get tensors and return them."""
+    nodes = list(tree.body)
+    while nodes:
+        node = nodes.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef):
+            nodes += ast.iter_child_nodes(node)
+
+
 def deferred_tree(function: Callable, defer: Defer) -> Union[ast.FunctionDef, str]:
     """The tree of a function of a library with its operations handed to helpers, or why not."""
     tree = parsed(function)
     if isinstance(tree, str):
         return tree
-    other = [node for node in ast.walk(tree) if isinstance(node, _NOT_FOLLOWED) and getattr(node, "values", True)]
+    other = [
+        type(node).__name__
+        for node in ast.walk(tree)
+        if isinstance(node, _NOT_FOLLOWED) and getattr(node, "values", True)
+    ]
+    other += ["With" for node in _own_nodes(tree) if isinstance(node, ast.With)]  # what is put off leaves it
+    other += ["in-place operation" for node in _own_nodes(tree) if _writes(node) or defer.writes(node)]
     if other or innermost(function).__code__.co_cellvars:  # a function within the forward that uses its variables
-        what = type(other[0]).__name__ if other else "closure"
+        what = other[0] if other else "closure"
         return f"its {tree.name} holds what this package does not follow ({what})"
     defer.body_of(tree)
     return tree

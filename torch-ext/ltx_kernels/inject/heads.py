@@ -311,6 +311,8 @@ class Step:
             if _slice_of(index, x.shape) == (rotated.tokens, begin, begin + size):
                 return rotated.in_place()
         x, rotated = value(x), value(rotated)
+        for waiting in [*self.pending, *self.projections]:
+            waiting.value()  # of what x was: it may be what they are to be made of
         x[index] = rotated
         return x
 
@@ -471,6 +473,10 @@ class _DeferHeads(Defer):
         node.targets = [ast.Name(name, ast.Store())]
         node.value = self._step("put", ast.Name(name, ast.Load()), _as_index(index), node.value)
         return node
+
+    @staticmethod
+    def writes(node: ast.AST) -> bool:
+        return Defer.writes(node) and not isinstance(node.value, ast.Name)  # else `put` does it
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
         self.generic_visit(node)

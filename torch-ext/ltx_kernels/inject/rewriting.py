@@ -76,6 +76,16 @@ def innermost(forward: Callable) -> Callable:
     return forward
 
 
+def is_of(function: Callable, module: str) -> bool:
+    """Whether the author of a module wrote it, and nobody has wrapped it since."""
+    return not hasattr(function, "__wrapped__") and getattr(function, "__module__", None) == module
+
+
+def is_made_of(forward: Callable, stock: Callable) -> bool:
+    """Whether a forward is `rewritten`, from `stock`, and not one of our own."""
+    return innermost(forward).__globals__ is getattr(innermost(stock), "__globals__", None)
+
+
 def _rewrapped(wrapper: Callable, inner: Callable) -> Optional[Callable]:
     """What decorators made of a function, made of `inner`; None where they do not just close over the function."""
     if not hasattr(wrapper, "__wrapped__"):

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from .. import functional
 from .blocks import linear_gelu_tanh
 from .deferred import INNER, Defer, Deferred, deferred_forward, deferred_tree, taken, value
-from .norms import know_norm, norm_arguments
+from .norms import FLOATS, know_norm, norm_arguments
 from .patching import is_plain
-from .rewriting import call, recompiled, self_attribute
+from .rewriting import call, is_of, recompiled, self_attribute
 
 # ---- deferred values
 
@@ -145,16 +145,16 @@ class Normed(Deferred):
     def __init__(self, module: nn.Module, x: Any, arguments: dict, scale=None, shift=None, dtype=None):
         self.module, self.x, self.arguments, self.scale, self.shift = module, x, arguments, scale, shift
         self.shape = x.shape
-        self.dtype = _promoted(x, scale, shift) if dtype is None else dtype
+        self.dtype = x.dtype if dtype is None else dtype
 
     def cast(self, dtype: torch.dtype) -> "Normed":
         return Normed(self.module, self.x, self.arguments, self.scale, self.shift, dtype)
 
     def scaled(self, scale: Any) -> "Normed":
-        return Normed(self.module, self.x, self.arguments, scale)
+        return Normed(self.module, self.x, self.arguments, scale, dtype=_promoted(self, scale))
 
     def shifted(self, shift: Any) -> "Normed":
-        return Normed(self.module, self.x, self.arguments, self.scale, shift)
+        return Normed(self.module, self.x, self.arguments, self.scale, shift, _promoted(self, shift))
 
     def is_bare(self) -> bool:
         return self.computed is None and self.scale is None
@@ -162,7 +162,7 @@ class Normed(Deferred):
     def __getitem__(self, index: Any) -> Any:
         rows = type(index) is tuple and len(index) < len(self.shape) and all(type(i) is slice for i in index)
         if rows and self.is_bare():
-            return Normed(self.module, value(self.x)[index], self.arguments)
+            return Normed(self.module, value(self.x)[index], self.arguments, dtype=self.dtype)
         return self.value()[index]
 
     def compute(self) -> Tensor:
@@ -190,11 +190,16 @@ class Normed(Deferred):
 
 
 def one_plus(one: Union[int, float], x: Any) -> Any:
-    return OnePlus(x) if isinstance(x, Upcast) or taken(x) else one + value(x)
+    return OnePlus(x) if isinstance(x, Upcast) or _is_vector(x) else one + value(x)
+
+
+def _is_vector(x: Any) -> bool:
+    """A tensor that may be an operand of our ops; one of no dimension is none, and has no part in promotion either."""
+    return taken(x) and x.dim() > 0
 
 
 def _is_operand(x: Any) -> bool:
-    return isinstance(x, (Upcast, Sum, Normed)) or (taken(x) and x.dim() > 0)
+    return isinstance(x, (Upcast, Sum, Normed)) or _is_vector(x)
 
 
 def multiply(a: Any, b: Any) -> Any:
@@ -225,9 +230,9 @@ def cast(x: Any, dtype: Any) -> Any:
         return value(x).to(value(dtype))
     if x.dtype is dtype:
         return x
-    if isinstance(x, (Sum, Normed, Product)) and x.dtype is torch.float32 and x.computed is None:
+    if isinstance(x, (Sum, Normed, Product)) and x.dtype is torch.float32 and x.computed is None and dtype in FLOATS:
         return x.cast(dtype)
-    if dtype is torch.float32 and (isinstance(x, Deferred) or taken(x)):
+    if dtype is torch.float32 and (isinstance(x, Deferred) or _is_vector(x)):
         return Upcast(x)
     return value(x).to(dtype)
 
