@@ -7,6 +7,7 @@ test_inject_ltx.py.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 
 import pytest
@@ -413,6 +414,105 @@ def test_a_patched_rotation_is_used(k, flux, monkeypatch):
     assert relative(changed, run(model, inputs)) < 1e-5 and relative(changed, expected) > 1e-3
     monkeypatch.setattr(module, "apply_rotary_emb", stock)
     assert torch.equal(run(model, inputs), expected)
+
+
+def twice(function, wraps: bool):
+    """A function that somebody puts in the place of one of the library: its results times two."""
+
+    def changed(*args, **kwargs):
+        return tree_map(lambda t: 2 * t if torch.is_tensor(t) else t, function(*args, **kwargs))
+
+    return functools.wraps(function)(changed) if wraps else changed
+
+
+REPLACED = {
+    "forward of a block": ("flux", "transformer_flux", "FluxTransformerBlock.forward"),
+    "forward of a single block": ("flux", "transformer_flux", "FluxSingleTransformerBlock.forward"),
+    "call of a processor": ("flux", "transformer_flux", "FluxAttnProcessor.__call__"),
+    "followed function": ("flux", "transformer_flux", "_get_qkv_projections"),
+    "rotation": ("qwen_image", "transformer_qwenimage", "apply_rotary_emb_qwen"),
+    "method of a block": ("qwen_image", "transformer_qwenimage", "QwenImageTransformerBlock._modulate"),
+    "forward of a modulated norm": ("flux", "transformer_flux", "AdaLayerNormZero.forward"),
+    "forward of a norm": ("flux", "transformer_flux", "nn.LayerNorm.forward"),
+}
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["function", "wrapper"])
+@pytest.mark.parametrize("name, path", [("flux", "RMSNorm"), ("wan2.1", "FP32LayerNorm"), ("mochi", "MochiRMSNorm")])
+def test_a_forward_that_somebody_gave_a_class_before_the_injection_is_left_alone(k, monkeypatch, name, path, wraps):
+    """A class whose forward is not read, but known by its name."""
+    from diffusers.models import normalization
+
+    cls = nn.RMSNorm if path == "RMSNorm" else getattr(normalization, path)
+    family = FAMILIES[name]
+    model, inputs = family.build(), family.inputs()
+    monkeypatch.setattr(cls, "forward", twice(cls.forward, wraps))
+    expected = run(model, inputs)
+    report = k.inject_optimized_kernels(model)
+    reasons = {entry.reason for entry in report.left_alone if entry.cls == cls.__name__}
+    taken_as = "something else has replaced the forward of its class" if wraps else "its forward takes other parameters"
+    assert len(reasons) == 1 and reasons.pop().startswith(taken_as)
+    assert relative(run(model, inputs), expected) < 1e-5
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["function", "wrapper"])
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_somebody_replaces_in_the_library_is_used(k, monkeypatch, what, when, wraps):
+    """On the class or in the module: before the injection, between two, or after it."""
+    name, module, path = REPLACED[what]
+    family = FAMILIES[name]
+    model, inputs = family.build(), family.inputs()
+    stock = run(model, inputs)
+    *owner, attribute = path.split(".")
+    target = functools.reduce(getattr, owner, sys.modules[f"diffusers.models.transformers.{module}"])
+    if when != "before":
+        k.inject_optimized_kernels(model)
+        run(model, inputs)
+    if when == "between":
+        k.remove_optimized_kernels(model)
+    monkeypatch.setattr(target, attribute, twice(getattr(target, attribute), wraps))
+    if when != "after":
+        k.inject_optimized_kernels(model)
+    result = run(model, inputs)
+    k.remove_optimized_kernels(model)
+    expected = run(model, inputs)
+    assert relative(result, expected) < 1e-5 and relative(expected, stock) > 1e-3
+    monkeypatch.undo()
+    k.inject_optimized_kernels(model)
+    assert relative(run(model, inputs), stock) < 1e-5
+    assert count(model, **inputs) == family.ops
+
+
+def test_a_method_on_an_instance_is_used(k):
+    family = FAMILIES["qwen_image"]
+    model, inputs = family.build(), family.inputs()
+    k.inject_optimized_kernels(model)
+    stock = run(model, inputs)
+    block = model.transformer_blocks[0]
+    block._modulate = twice(block._modulate, False)
+    result = run(model, inputs)
+    k.remove_optimized_kernels(model)
+    assert relative(result, run(model, inputs)) < 1e-5 and relative(result, stock) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer"])
+@pytest.mark.parametrize("name", ["flux", "wan2.1"])
+def test_weights_of_norms_that_are_no_parameters_are_used(k, name, kind):
+    """FSDP gives modules plain tensors in the place of parameters."""
+    family = FAMILIES[name]
+    model, inputs = family.build(), family.inputs()
+    expected = run(model, inputs)
+    k.inject_optimized_kernels(model)
+    for path, parameter in list(model.named_parameters()):
+        if "norm" in path and parameter.dim() == 1 and not path.endswith("linear.bias"):
+            owner, attribute = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+            delattr(owner, attribute)
+            if kind == "buffer":
+                owner.register_buffer(attribute, parameter.detach())
+            else:
+                setattr(owner, attribute, parameter.detach())
+    assert relative(run(model, inputs), expected) < 1e-5
 
 
 # ---- processors

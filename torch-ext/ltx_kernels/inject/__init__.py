@@ -19,6 +19,7 @@ from torch import nn
 from . import diffusers, transformers
 from .patching import Recipe, install, installed_kind, modules_of, uninstall
 from .report import Injected, InjectionReport, LeftAlone
+from .rewriting import is_made_of, is_of
 
 __all__ = ["InjectionReport", "inject_optimized_kernels", "patch_rmsnorm", "remove_optimized_kernels"]
 
@@ -94,8 +95,10 @@ def _inject(module: nn.Module) -> str:
         return f"its library is of another version: {error}"
     if isinstance(forward, str):
         return forward
-    if not _same_parameters(type(module), forward):
+    if not _same_parameters(type(module).forward, forward):
         return "its forward takes other parameters than the one that this package knows"
+    if not (_is_read(type(module), forward) or _has_its_own_forward(type(module))):
+        return "something else has replaced the forward of its class"
     if not install(module, forward):
         return "something else has replaced its forward (kernelize, another patch)"
     if recipe.installed is not None:
@@ -103,9 +106,20 @@ def _inject(module: nn.Module) -> str:
     return ""
 
 
+def _is_read(cls: type, forward: Callable) -> bool:
+    """Whether a class is known by what its forward says or computes, and not by its name."""
+    return diffusers.recipe_for(cls) is None or is_made_of(forward, cls.forward)
+
+
+def _has_its_own_forward(cls: type) -> bool:
+    """The one that its library gave it, or a base class of it."""
+    base = next(base for base in cls.__mro__ if "forward" in vars(base))
+    return is_of(cls.forward, base.__module__)
+
+
 @functools.cache
-def _same_parameters(cls: type, forward: Callable) -> bool:
-    return list(inspect.signature(cls.forward).parameters) == list(inspect.signature(forward).parameters)
+def _same_parameters(stock: Callable, forward: Callable) -> bool:
+    return list(inspect.signature(stock).parameters) == list(inspect.signature(forward).parameters)
 
 
 class _Choice:

@@ -211,12 +211,24 @@ def deferred_forward(stock: Callable, kind: str, tree: ast.FunctionDef, **helper
     def passed_to(name: str) -> ast.expr:
         return call(name, *positional, keywords=keywords)
 
+    def runs_stock(module: nn.Module) -> bool:
+        return type(module).forward is not stock or stock_only()
+
+    def run_stock(module: nn.Module, *args: Any, **options: Any) -> Any:
+        forward = type(module).forward  # somebody may have put another there
+        return (innermost(stock) if forward is stock else forward)(module, *args, **options)
+
     outer.body = [
-        ast.If(call("_ltx_stock_only"), [ast.Return(passed_to("_ltx_stock"))], []),
+        ast.If(call("_ltx_runs_stock", positional[0]), [ast.Return(passed_to("_ltx_run_stock"))], []),
         ast.Return(call("_ltx_value", passed_to("_ltx_inner"))),
     ]
-    helpers = {"_ltx_stock_only": stock_only, "_ltx_stock": innermost(stock), "_ltx_inner": inner, "_ltx_value": value}
+    helpers = {
+        "_ltx_runs_stock": runs_stock,
+        "_ltx_run_stock": run_stock,
+        "_ltx_inner": inner,
+        "_ltx_value": value,
+    }
     forward = rewritten(stock, outer, kind, **helpers)
     if innermost(stock) is stock:  # else a decorator has a part in it
-        setattr(forward, INNER, inner)
+        setattr(forward, INNER, (stock, inner))
     return forward

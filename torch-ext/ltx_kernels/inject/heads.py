@@ -20,7 +20,7 @@ from .. import functional
 from .blocks import is_packed, project
 from .deferred import Defer, Deferred, deferred_tree, stock_only, taken, value
 from .norms import FLOATS, know_norm, norm_arguments
-from .rewriting import call, parsed, recompiled, rewritten, self_attribute
+from .rewriting import call, is_of, parsed, recompiled, rewritten, self_attribute
 
 
 class Tables(NamedTuple):
@@ -499,34 +499,31 @@ def _names(function: Callable) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-_processors: dict[type, Optional[Callable]] = {}
+_processors: dict[type, tuple[Callable, Callable]] = {}  # class -> its __call__, what is run in its place
 _followed: dict[Callable, Callable] = {}
 
 
 def _follow(module: str) -> None:
     for name in _FOLLOWED:
         function = getattr(sys.modules[module], name, None)
-        tree = deferred_tree(function, _DeferHeads(within=True)) if function is not None else ""
+        tree = deferred_tree(function, _DeferHeads(within=True)) if is_of(function, module) else ""
         if not isinstance(tree, str):
             tree.args.args.insert(0, ast.arg("_ltx_step"))
             _followed[function] = recompiled(function, tree, _ltx_divide=divide, _ltx_value=value)
 
 
-def _rewritten_call(cls: type) -> Union[Callable, str]:
+@functools.cache
+def _rewritten_call(cls: type, stock: Callable) -> Union[Callable, str]:
     name = (cls.__module__, cls.__qualname__)
     if name not in PROCESSORS:
         return f"its processor {cls.__name__} is not one that this package knows"
-    tree = deferred_tree(cls.__call__, _DeferHeads())
+    tree = deferred_tree(stock, _DeferHeads())
     if isinstance(tree, str):
         return tree
     step = ast.Assign([ast.Name("_ltx_step", ast.Store())], call("_ltx_begin"))
     tree.body.insert(0, ast.copy_location(step, tree.body[0]))
     found = [(getattr(sys.modules.get(module), name, None), module, rope) for (module, name), rope in ROPES.items()]
-    conventions = tuple(
-        (f, rope)
-        for f, module, rope in found
-        if getattr(f, "__module__", None) == module and _names(f)[1:] == _names(rope)
-    )
+    conventions = tuple((f, rope) for f, module, rope in found if is_of(f, module) and _names(f)[1:] == _names(rope))
     own_convention = PROCESSORS[name]
     own = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node is not tree]
     if own_convention and [[a.arg for a in f.args.args[1:]] for f in own] != [_names(own_convention)]:
@@ -537,20 +534,23 @@ def _rewritten_call(cls: type) -> Union[Callable, str]:
     def begin() -> Step:
         return Step(conventions, own_convention)
 
-    return recompiled(cls.__call__, tree, _ltx_begin=begin, _ltx_divide=divide, _ltx_value=value)
+    return recompiled(stock, tree, _ltx_begin=begin, _ltx_divide=divide, _ltx_value=value)
 
 
-@functools.cache
 def _fused_call(cls: type) -> Union[Callable, str]:
-    fused = _rewritten_call(cls)
-    _processors[cls] = None if isinstance(fused, str) else fused
+    fused = _rewritten_call(cls, cls.__call__)
+    if not isinstance(fused, str):
+        _processors[cls] = cls.__call__, fused
     return fused
 
 
 def process(processor: Any, *args: Any, **options: Any) -> Any:
     """processor(..), in its rewritten form where its class is known: looked at on each call, for it may be changed."""
-    fused = None if stock_only() else _processors.get(type(processor))
-    return processor(*args, **options) if fused is None else fused(processor, *args, **options)
+    cls = type(processor)
+    stock, fused = _processors.get(cls, (None, None))
+    if fused is None or cls.__call__ is not stock or stock_only():
+        return processor(*args, **options)
+    return fused(processor, *args, **options)
 
 
 _signature_of = functools.cache(inspect.signature)

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from .. import functional
 from .patching import HAS_CUDA, is_plain, own_forward
+from .rewriting import is_of
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -145,28 +146,31 @@ _NORMS = {
     ("diffusers.models.normalization", "RMSNorm"): _Norm("rms"),
     ("diffusers.models.normalization", "MochiRMSNorm"): _Norm("rms", True),
 }
-_known: dict[type, _Norm] = {}  # by class: what is looked up in each call
+_known: dict[type, tuple[_Norm, Callable]] = {}  # by class, with its forward: what is looked up in each call
 
 
 def know_norm(cls: type) -> bool:
     """Whether `norm_arguments` will know a class; to be asked once before it does."""
     norm = _NORMS.get((cls.__module__, cls.__qualname__))
-    if norm is not None:
-        _known[cls] = norm
-    return norm is not None
+    is_known = norm is not None and is_of(cls.forward, cls.__module__)
+    if is_known:
+        _known[cls] = norm, cls.forward
+    return is_known
 
 
 def norm_arguments(norm: nn.Module, dtype: torch.dtype, width: int) -> Optional[dict]:
     """What `ada_norm` needs to compute `norm` of an x [*, width] of `dtype`.
 
-    None where it cannot, where `norm` has hooks, or refuses this width.
+    None where it cannot, where `norm` has hooks, or refuses this width, or somebody has replaced its class's forward.
     """
     cls = type(norm)
-    kind = _known.get(cls)
-    if kind is None or not is_plain(norm, cls) or getattr(norm, "normalized_shape", (width,)) != (width,):
+    kind, forward = _known.get(cls, (None, None))
+    if kind is None or cls.forward is not forward or not is_plain(norm, cls):
         return None
-    parameters, eps = norm._parameters, norm.eps
-    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if getattr(norm, "normalized_shape", (width,)) != (width,) or norm._buffers:
+        return None
+    parameters, others, eps = norm._parameters, norm.__dict__, norm.eps  # FSDP makes them plain attributes
+    weight, bias = (parameters.get(name, others.get(name)) for name in ("weight", "bias"))
     for parameter in (weight, bias):
         if parameter is not None:
             known_dtype = parameter.dtype is dtype or (kind.any_weight and parameter.dtype in FLOATS)

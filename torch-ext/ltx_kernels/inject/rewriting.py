@@ -113,20 +113,21 @@ def _fingerprint(code: CodeType) -> tuple:
 
 def rewritten(forward: Callable, tree: ast.FunctionDef, kind: str, **helpers: Callable) -> Callable:
     """The forward that a changed tree of `forward` says, which may use the names of `helpers`."""
-    return own_forward(kind)(_rewrapped(forward, recompiled(innermost(forward), tree, **helpers)))
+    return own_forward(kind)(recompiled(forward, tree, **helpers))
 
 
-def recompiled(stock: FunctionType, tree: ast.FunctionDef, **helpers: Any) -> FunctionType:
-    """The function that a changed tree of `stock`, a function without decorators, says."""
+def recompiled(function: Callable, tree: ast.FunctionDef, **helpers: Any) -> Callable:
+    """What a changed tree of `function` says, within its decorators."""
+    stock = innermost(function)
     module = ast.parse(f"def make({', '.join(helpers)}):\n    return {tree.name}")
     module.body[0].body.insert(0, tree)
     namespace: dict[str, Any] = {}
     # Over the globals of the stock module, so that whatever changes there is seen; `make` goes elsewhere.
     exec(compile(ast.fix_missing_locations(module), stock.__code__.co_filename, "exec"), stock.__globals__, namespace)
-    function = namespace["make"](**helpers)
-    function.__defaults__, function.__kwdefaults__ = stock.__defaults__, stock.__kwdefaults__
-    function.__annotations__, function.__qualname__ = dict(stock.__annotations__), stock.__qualname__
-    return function
+    made = namespace["make"](**helpers)
+    made.__defaults__, made.__kwdefaults__ = stock.__defaults__, stock.__kwdefaults__
+    made.__annotations__, made.__qualname__ = dict(stock.__annotations__), stock.__qualname__
+    return _rewrapped(function, made)
 
 
 def call(function: str, *arguments: ast.expr, keywords: Sequence[ast.keyword] = ()) -> ast.Call:

@@ -240,10 +240,10 @@ def cast(x: Any, dtype: Any) -> Any:
 def call_module(module: Any, *args: Any, **options: Any) -> Any:
     """module(*args, **options), deferred where the module's forward is, and not called where it is a norm to fuse."""
     if isinstance(module, nn.Module):
-        own = module.__dict__.get("forward")
-        inner = getattr(own.__func__, INNER, None) if isinstance(own, MethodType) else None
+        own, cls = module.__dict__.get("forward"), type(module)
+        stock, inner = getattr(own.__func__, INNER, (None, None)) if isinstance(own, MethodType) else (None, None)
         if inner is not None:
-            if is_plain(module, type(module)):
+            if cls.forward is stock and is_plain(module, cls):
                 return inner(module, *args, **options)
         elif len(args) == 1 and not options:
             x = args[0]
@@ -318,16 +318,31 @@ _HELPERS = {
 _HELPER_OF = "_ltx_self{}"
 
 
+def _method(stock: Callable, tree: ast.FunctionDef) -> Callable:
+    """What a call of a method of a block, `stock`, becomes; unless somebody has put another in its place."""
+    name, deferred = stock.__name__, recompiled(stock, tree, **_HELPERS)
+
+    def call_method(self: nn.Module, *args: Any, **options: Any) -> Any:
+        if name not in self.__dict__ and getattr(type(self), name) is stock:
+            return deferred(self, *args, **options)
+        return getattr(self, name)(*value(args), **{name: value(option) for name, option in options.items()})
+
+    return call_method
+
+
 @functools.cache  # one forward for all instances of a class that have the same parts: they compile once
-def _forward(cls: type, kind: str, followed: tuple[str, ...], modules: frozenset[str]) -> Union[Callable, str]:
-    trees = [deferred_tree(getattr(cls, name), _DeferStream(followed, modules)) for name in ("forward", *followed)]
+def _forward(
+    stock: Callable, kind: str, methods: tuple[Callable, ...], modules: frozenset[str]
+) -> Union[Callable, str]:
+    defer = _DeferStream(tuple(method.__name__ for method in methods), modules)
+    trees = [deferred_tree(function, defer) for function in (stock, *methods)]
     for tree in trees:
         if isinstance(tree, str):
             return tree
     helpers = dict(_HELPERS)
-    for name, tree in zip(followed, trees[1:]):
-        helpers[_HELPER_OF.format(name)] = recompiled(getattr(cls, name), tree, **_HELPERS)
-    return deferred_forward(cls.forward, kind, trees[0], **helpers)
+    for method, tree in zip(methods, trees[1:]):
+        helpers[_HELPER_OF.format(method.__name__)] = _method(method, tree)
+    return deferred_forward(stock, kind, trees[0], **helpers)
 
 
 def plan(kind: str, is_deferred: Callable[[type], bool], *followed: str) -> Callable:
@@ -339,6 +354,8 @@ def plan(kind: str, is_deferred: Callable[[type], bool], *followed: str) -> Call
     def plan_of(module: nn.Module) -> Union[Callable, str]:
         children = [(name, type(child)) for name, child in module.named_children()]
         modules = frozenset(n for n, cls in children if know_norm(cls) or cls is nn.GELU or is_deferred(cls))
-        return _forward(type(module), kind, followed, modules)
+        cls = type(module)
+        methods = (getattr(cls, name) for name in followed)
+        return _forward(cls.forward, kind, tuple(m for m in methods if is_of(m, cls.__module__)), modules)
 
     return plan_of
