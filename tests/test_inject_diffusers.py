@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import sys
+import weakref
 
 import pytest
 import tiny_models
@@ -842,7 +844,49 @@ def test_kinds_can_be_left_out(k, flux):
     assert count(model, **inputs) == {"qk_norm_rope": 6}
 
 
+def test_classes_of_processors_are_not_kept(k):
+    """A user's own, which may hold as much as it likes."""
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    family = FAMILIES["sd1.5"]
+    model = family.build()
+    k.inject_optimized_kernels(model)
+
+    def run_with_another():
+        other = type("Other", (AttnProcessor2_0,), {"__call__": lambda *args, **kwargs: args[2]})
+        model.set_attn_processor(other())
+        run(model, {**family.inputs(), "encoder_hidden_states": torch.randn(2, 5, 24)})
+        model.set_attn_processor(AttnProcessor2_0())
+        return weakref.ref(other)
+
+    reference = run_with_another()
+    gc.collect()
+    assert reference() is None
+
+
 # ---- compilation
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_traced_model_takes_other_sizes(k, flux):
+    """As that of stock does: torch.jit.trace follows the sizes, where we count with them."""
+    model, inputs, expected = flux
+    k.inject_optimized_kernels(model.requires_grad_(False))
+    tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
+
+    class Traced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, tensors):
+            return self.model(**tensors, return_dict=False)[0]
+
+    with torch.no_grad():
+        traced = torch.jit.trace(Traced(), (tensors,), check_trace=False)
+        assert relative(traced(tensors), expected) < 1e-5
+        shorter = {**tensors, "hidden_states": tensors["hidden_states"][:, :9], "img_ids": tensors["img_ids"][:9]}
+        assert relative(traced(shorter), run(model, {**inputs, **shorter})) < 1e-5
 
 
 class Graphs:

@@ -24,11 +24,13 @@ INNER = "_ltx_kernels_inner"
 
 
 def stock_only() -> bool:
-    """Whether this call belongs to the class's own code: with grad, under autocast, within a transform.
+    """Whether this call belongs to the class's own code: with grad, under autocast, within a transform, while traced.
 
-    The ops have no backward, and what wants a gradient may be a tensor that a hook inside brings in.
+    The ops have no backward, and what wants a gradient may be a tensor that a hook inside brings in. torch.jit.trace
+    follows sizes as tensors, where we count with them.
     """
-    return torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or is_transformed()
+    is_other = torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
+    return is_other or is_transformed() or torch.jit.is_tracing()
 
 
 def taken(x: Any) -> bool:

@@ -558,7 +558,8 @@ _signature_of = functools.cache(inspect.signature)
 
 def signature(function: Callable) -> inspect.Signature:
     """inspect.signature of a processor's __call__, which takes as long as launching a few kernels, once."""
-    if torch.compiler.is_compiling() or not isinstance(function, MethodType):
+    is_kept = isinstance(function, MethodType) and type(function.__self__) in _processors  # no class of a user's
+    if torch.compiler.is_compiling() or not is_kept:
         return inspect.signature(function)
     return _signature_of(function.__func__)
 
