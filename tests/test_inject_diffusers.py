@@ -307,7 +307,8 @@ def test_query_and_key_in_any_order_of_operations(k, device, inner, norms):
     query, key = (torch.randn(2, 6, 4, 16, device=device) for _ in range(2))
     angles = torch.randn(6, 8, device=device).repeat_interleave(2, dim=1)
     arguments = (norm, k_norm, wide_norm, apply_rotary_emb, query, key, (angles.cos(), angles.sin()))
-    step = heads.Step(((apply_rotary_emb, heads._diffusers),), None)
+    rope = inner("rotations").ROPES["diffusers.models.embeddings", "apply_rotary_emb"]
+    step = heads.Step(((apply_rotary_emb, rope),), None)
     with torch.no_grad(), OpCounter() as ops:
         expected = list(heads_in_any_order(Eagerly, *arguments))
         results = [inner("deferred").value(result) for result in heads_in_any_order(step, *arguments)]
