@@ -73,6 +73,12 @@ def dtype(request) -> torch.dtype:
 
 
 @pytest.fixture(autouse=True)
+def fp32_convolutions(monkeypatch):
+    """torch's default is TF32, which turns a difference in the last bit before a convolution into one of 1e-4."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture(autouse=True)
 def seed():
     """The same numbers in every run and in any order of the tests."""
     torch.manual_seed(0)
