@@ -9,14 +9,47 @@
 flashinfer are what to beat now. Bandwidth: each input read once and the output written once, over the time; beside a
 copy of as many bytes in the same run, and beside what the chip's data sheet promises. The timing and the options are
 micro.py's; the op and the set are given.
+
+`kernels benchmark .` loads each script here that is called benchmark*, with nothing else of the folder on the path, and
+wants a class of the Hub's in it: RmsNormBenchmark has the same shapes.
 """
 
 from __future__ import annotations
 
 import sys
 
-import micro
-from _results import CPU_NOTE, by_problem, columned, device_name
+import torch
+from kernels import Benchmark
+
+CLASSIC = ((1, 1024, 2048), (2, 1024, 2048), (4, 1024, 2048), (2, 4096, 3072), (4, 4096, 3072))
+
+
+class RmsNormBenchmark(Benchmark):
+    """The runner calls `setup`, then times each `benchmark_*` and compares `self.out` with what `verify_*` returns."""
+
+    seed = 0
+
+    def setup(self):
+        on_gpu = self.device == "cuda"
+        shapes = CLASSIC if on_gpu else [(batch, 64, hidden) for batch, _, hidden in CLASSIC]
+        options = {"device": self.device, "dtype": torch.bfloat16 if on_gpu else torch.float32}
+        # Small, so that a bfloat16 result within one rounding of the other passes the runner's 1e-2.
+        self.inputs = [torch.randn(shape, **options).clamp_(-4, 4) for shape in shapes]
+        self.weights = [torch.full(shape[-1:], 0.125, **options) for shape in shapes]
+
+    def compute(self, number):
+        self.out = self.kernel.rms_norm(self.inputs[number], self.weights[number], 1e-6)
+
+    def verify(self, number):
+        x = self.inputs[number].float()
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weights[number].float()
+        return y.to(self.inputs[number].dtype)
+
+
+for number, shape in enumerate(CLASSIC):
+    name = "x".join(map(str, shape))
+    setattr(RmsNormBenchmark, f"benchmark_{name}", lambda self, number=number: self.compute(number))
+    setattr(RmsNormBenchmark, f"verify_{name}", lambda self, number=number: self.verify(number))
 
 #: GB/s of the memory in NVIDIA's data sheets, by what the device's name holds.
 NOMINAL = {
@@ -37,6 +70,9 @@ def nominal_gbps(device: str) -> int | None:
 
 def classic_table(rows: list[dict], device: str) -> str:
     """A line a shape: ms of ours and of the formula, their ratio, the bandwidth; the time of the others over ours."""
+    import micro
+    from _results import by_problem, columned
+
     nominal = nominal_gbps(device)
     groups = by_problem(rows)
     others = [n for n in micro.PEERS if n not in ("ours", "eager") and any(n in group for group in groups.values())]
@@ -58,6 +94,9 @@ def classic_table(rows: list[dict], device: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    import micro
+    from _results import CPU_NOTE, device_name
+
     args = micro.arguments(argv)
     args.set, args.op, args.name = ["classic"], ["rms_norm"], "classic"
     if args.peer:
