@@ -274,6 +274,38 @@ def test_non_default_stream(k, op, gpu):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("graphed", (False, True))
+def test_a_launch_waits_for_the_one_before(k, op, graphed, gpu):
+    """On sm_90 a kernel begins before the one ahead of it has ended: it must not read or write memory before that."""
+    inputs = make_inputs(op, BF16, "cuda", tokens=2048, width=128)
+    name = first_of(inputs)
+    flat = torch.as_strided(inputs[name], (inputs[name].numel(),), (1,))
+    zeros = torch.zeros_like(flat)
+    expected = call(k, op, inputs)
+
+    def chain() -> list:
+        found = []
+        for _ in range(6):
+            made = k.gated_residual(flat, zeros)  # our kernel writes what the next one reads
+            outputs = call(k, op, {**inputs, name: made.as_strided(inputs[name].shape, inputs[name].stride())})
+            del made  # ours writes into this memory in the next turn, while it may still be read
+            found.append(outputs)
+        return found
+
+    chain()
+    torch.cuda.synchronize()
+    if graphed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = chain()
+        graph.replay()
+    else:
+        found = chain()
+    torch.cuda.synchronize()
+    assert all(same_bits(outputs, expected) for outputs in found)
+
+
+@pytest.mark.gpu
 @at_each_width
 def test_cuda_graph_capture(k, op, width, gpu):
     inputs = make_inputs(op, BF16, "cuda", width=width)

@@ -116,6 +116,19 @@ def test_device_headers_know_no_torch():
     assert not [f"{s}: {name}" for s in headers for _, name in includes(s) if "torch" in name]
 
 
+def test_every_kernel_waits_for_the_one_before():
+    """launch_kernel lets a kernel begin early on sm_90: one without this first statement would read too early."""
+    kernels = {}
+    for source in (s for s in PROJECT.native_sources() if s.endswith((".cu", ".cuh"))):
+        text = re.sub(r"//.*", "", (ROOT / source).read_text(encoding="utf-8"))
+        assert "<<<" not in text, f"{source}: launch through launch_kernel"
+        for name, body in re.findall(r"__global__[^{;]*?(\w+_kernel)\([^{;]*\{\s*([^;]*;)", text):
+            kernels[name] = body.strip()
+        assert text.count("__global__") == len(re.findall(r"__global__[^{;]*?\w+_kernel\([^{;]*\{", text)), source
+    assert len(kernels) > 8
+    assert set(kernels.values()) == {"wait_for_previous_kernel();"}, kernels
+
+
 def test_no_x86_only_header_without_a_guard():
     """CPU code is built for ARM and macOS too; intrinsics would need an #if around their header."""
     intrinsics = re.compile(r"(immintrin|[a-z]mmintrin|x86intrin|cpuid)\.h$")

@@ -6,6 +6,7 @@
 
 #include "../core/broadcast.cuh"
 #include "../core/divisor.cuh"
+#include "../core/kernel.cuh"
 #include "../core/launch.cuh"
 #include "../core/math.cuh"
 #include "../core/vec.cuh"
@@ -78,6 +79,7 @@ __device__ __forceinline__ void store_activated(const GluParams& p, T* target, c
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kGluThreads, kGluBlocks)
     glu_kernel(const __grid_constant__ GluParams p, const __grid_constant__ GluGrid grid) {
+  wait_for_previous_kernel();
   constexpr int kUnits = kGluUnits<T, kSize>;
   using Unit = Vec<T, kSize>;
   const bool gated = p.value.data != nullptr;

@@ -125,8 +125,10 @@ __device__ __forceinline__ void load_floats_as(const void* data, int64_t offset,
 #pragma unroll
     for (int part = 0; part < kSize / kPart; ++part) {
       const Vec<S, kPart> vector = *reinterpret_cast<const Vec<S, kPart>*>(source + part * kPart);
+      float floats[kPart];
+      to_floats(vector, floats);
 #pragma unroll
-      for (int i = 0; i < kPart; ++i) values[part * kPart + i] = to_float(vector.value[i]);
+      for (int i = 0; i < kPart; ++i) values[part * kPart + i] = floats[i];
     }
   } else {
     to_floats(load_elements<S, kSize>(source, count), values);

@@ -8,6 +8,7 @@
 
 #include "../core/broadcast.cuh"
 #include "../core/dispatch.cuh"
+#include "../core/kernel.cuh"
 #include "../core/launch.cuh"
 #include "../core/reduce.cuh"
 #include "../core/stage.cuh"
@@ -65,6 +66,7 @@ __device__ __forceinline__ void add_weight_gradient(const NormBackwardParams& p,
 template <typename T, typename M, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreadsPerRow)
     norm_backward_kernel(const __grid_constant__ NormBackwardParams p) {
+  wait_for_previous_kernel();
   constexpr int kSize = kVectorSize<T>;
   constexpr int kVecs = kElements / kSize;
   constexpr int kRows = kRowsAtATime<T>;
@@ -217,6 +219,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     norm_backward_long_kernel(const __grid_constant__ NormBackwardParams p) {
+  wait_for_previous_kernel();
   constexpr int kSize = kVectorSize<T>;
   __shared__ float scratch[kMaxWarps];
   const int64_t row = blockIdx.x;
@@ -266,6 +269,7 @@ __device__ __forceinline__ float column_sum(float value) {
 // Partial sums of grad_weight for the long rows: a block takes 32 columns and every gridDim.y-th group of rows.
 template <typename T>
 __global__ void norm_weight_partials_kernel(const __grid_constant__ NormBackwardParams p) {
+  wait_for_previous_kernel();
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x;
   float sum[1] = {};
   if (column < p.rows.hidden) {
@@ -286,6 +290,7 @@ __global__ void norm_weight_partials_kernel(const __grid_constant__ NormBackward
 
 // grad_weight[column] = Σ partials[:, column], rounded once.
 __global__ void sum_partials_kernel(const __grid_constant__ NormBackwardParams p) {
+  wait_for_previous_kernel();
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x;
   float sum = 0.f;
   if (column < p.rows.hidden) {
@@ -319,8 +324,7 @@ cudaError_t launch_rows(const NormBackwardParams& p, const RowLaunch& config, cu
     if (!fits) return launch_rows<T, T, false>(p, config, stream);
   }
   const dim3 threads(config.threads_per_row, config.rows_per_block);
-  kernel<<<static_cast<unsigned>(norm_backward_partials(p.rows)), threads, shared, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel(kernel, static_cast<unsigned>(norm_backward_partials(p.rows)), threads, shared, stream, 1, p);
 }
 
 template <typename T>
@@ -342,17 +346,15 @@ cudaError_t launch(const NormBackwardParams& p, cudaStream_t stream) {
       error = launch_rows<T, T, false>(p, config, stream);
     }
   } else if (p.rows.count() > 0) {
-    norm_backward_long_kernel<T><<<static_cast<unsigned>(p.rows.count()), kMaxThreadsPerRow, 0, stream>>>(p);
-    error = cudaGetLastError();
+    error = launch_kernel(norm_backward_long_kernel<T>, static_cast<unsigned>(p.rows.count()), kMaxThreadsPerRow, 0,
+                          stream, 1, p);
     if (error == cudaSuccess && wants_weight) {
-      norm_weight_partials_kernel<T>
-          <<<dim3(column_blocks, static_cast<unsigned>(p.partials)), column_threads, 0, stream>>>(p);
-      error = cudaGetLastError();
+      error = launch_kernel(norm_weight_partials_kernel<T>, dim3(column_blocks, static_cast<unsigned>(p.partials)),
+                            column_threads, 0, stream, 1, p);
     }
   }
   if (error != cudaSuccess || !wants_weight) return error;
-  sum_partials_kernel<<<column_blocks, column_threads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel(sum_partials_kernel, column_blocks, column_threads, 0, stream, 1, p);
 }
 
 }  // namespace

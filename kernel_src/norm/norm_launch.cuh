@@ -17,14 +17,15 @@ struct Spread {
 
 inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vectors) {
   const bool layer = statistic == Statistic::kLayer;
+  if (has.gate && !layer && row_vectors <= 512) return {1, 1, 1};  // gated_residual [2, 2688, 2048]: 20.8, 21.8 in {2}
   if (has.residual) return row_vectors <= 1024 ? Spread{2, 1, 1} : Spread{4, 1, 1};
   if (has.scale && !layer && row_vectors <= 256) return {1, 4, 1};
-  if (has.scale) return row_vectors <= (layer ? 64 : 1024) ? Spread{2, 2, 1} : Spread{4, 2, 1};
+  if (has.scale) return row_vectors <= 1024 ? Spread{2, 2, 1} : Spread{4, 2, 1};
   if (row_vectors > 4096) return {4, 1, row_vectors > 8192 ? kMaxSegments : kMaxSegments / 2};
   if (row_vectors > 2048)
     return {8, 1, 1};  // [2048, 32768] bf16: 75 us, 88 in two segments; [1024, 65536]: 91 in four, 111 in one
-  if (layer) return row_vectors <= 64 ? Spread{2, 2, 1} : Spread{4, 2, 1};
-  return row_vectors <= 384 ? Spread{2, 1, 1} : Spread{4, 1, 1};
+  if (layer) return row_vectors <= 1024 ? Spread{2, 2, 1} : Spread{4, 2, 1};
+  return row_vectors <= 512 ? Spread{2, 1, 1} : Spread{4, 1, 1};
 }
 
 inline unsigned parts_of(const Has& has, bool* known) {
@@ -45,29 +46,19 @@ template <typename T, typename M, Statistic kStatistic, unsigned kParts, int kVe
 cudaError_t launch_fast(const NormParams& p, const Plan& plan, cudaStream_t stream) {
   const int64_t chunks = ceil_div(p.rows.sizes[2], static_cast<int64_t>(plan.config.rows_per_block) * kRows);
   const dim3 threads(plan.config.threads_per_row, plan.config.rows_per_block);
-  norm_fast_kernel<T, M, kStatistic, kParts, kVecs, kRows, false>
-      <<<static_cast<unsigned>(chunks * p.rows.sizes[1]), threads, 0, stream>>>(p, static_cast<unsigned>(chunks));
-  return cudaGetLastError();
+  return launch_kernel(norm_fast_kernel<T, M, kStatistic, kParts, kVecs, kRows, false>,
+                       static_cast<unsigned>(chunks * p.rows.sizes[1]), threads, 0, stream, 1, p,
+                       static_cast<unsigned>(chunks));
 }
 
 // False where the kernel was not compiled for a chip with clusters, or the chip has none.
 template <typename T, typename M, Statistic kStatistic, unsigned kParts>
 bool try_segmented(const NormParams& p, const Plan& plan, cudaStream_t stream, cudaError_t* error) {
   const auto kernel = norm_fast_kernel<T, M, kStatistic, kParts, 4, 1, true>;
-  cudaFuncAttributes attributes;
-  *error = cudaFuncGetAttributes(&attributes, kernel);
-  if (*error != cudaSuccess || attributes.ptxVersion < 90) return *error != cudaSuccess;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = plan.spread.segments;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(static_cast<unsigned>(p.rows.count() * plan.spread.segments));
-  launch.blockDim = dim3(plan.config.threads_per_row);
-  launch.stream = stream;
-  launch.attrs = &cluster;
-  launch.numAttrs = 1;
-  *error = cudaLaunchKernelEx(&launch, kernel, p, static_cast<unsigned>(p.rows.sizes[2]));
+  if (!is_sm_90_code(reinterpret_cast<const void*>(kernel))) return false;
+  *error =
+      launch_kernel(kernel, static_cast<unsigned>(p.rows.count() * plan.spread.segments), plan.config.threads_per_row,
+                    0, stream, plan.spread.segments, p, static_cast<unsigned>(p.rows.sizes[2]));
   return true;
 }
 
@@ -76,10 +67,9 @@ cudaError_t launch_general(const NormParams& p, const Plan& plan, cudaStream_t s
   const dim3 threads(plan.config.threads_per_row, plan.config.rows_per_block);
   const int64_t segment_columns =
       static_cast<int64_t>(plan.config.threads_per_row) * plan.spread.vectors * kVectorSize<T>;
-  norm_general_kernel<T, kStatistic>
-      <<<static_cast<unsigned>(ceil_div(p.rows.count(), plan.config.rows_per_block)), threads, 0, stream>>>(
-          p, plan.spread.segments, segment_columns);
-  return cudaGetLastError();
+  return launch_kernel(norm_general_kernel<T, kStatistic>,
+                       static_cast<unsigned>(ceil_div(p.rows.count(), plan.config.rows_per_block)), threads, 0, stream,
+                       1, p, plan.spread.segments, segment_columns);
 }
 
 // Launches the fast kernel of these parts; false where there is none for this spread.
@@ -102,6 +92,9 @@ bool try_fast(const NormParams& p, unsigned parts, const Plan& plan, cudaStream_
   constexpr std::integral_constant<int, 4> k4;
   constexpr std::integral_constant<int, 8> k8;
   if constexpr (kParts & kResidual) {
+    if constexpr ((kParts & kGate) && kStatistic != Statistic::kLayer) {
+      if (try_spread(k1, k1)) return true;
+    }
     return try_spread(k2, k1) || try_spread(k4, k1);
   } else if constexpr (kPlain && kStatistic == Statistic::kRms) {
     return try_spread(k2, k1) || try_spread(k4, k1) || try_spread(k8, k1);

@@ -3,6 +3,7 @@
 // their channels in shared memory, so that x is read once. With channels last a pixel is a row, and norm.cuh does it.
 #include "../core/broadcast.cuh"
 #include "../core/dispatch.cuh"
+#include "../core/kernel.cuh"
 #include "../core/launch.cuh"
 #include "../core/math.cuh"
 #include "../core/reduce.cuh"
@@ -62,6 +63,7 @@ __device__ __forceinline__ float2 load_modulation(const PixelNormParams& p, int6
 template <typename T, bool kStaged>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     pixel_norm_kernel(const __grid_constant__ PixelNormParams p, const __grid_constant__ Tile tile) {
+  wait_for_previous_kernel();
   constexpr int kSize = kVectorSize<T>;
   using Vector = Vec<T, kSize>;
   extern __shared__ int4 shared[];
@@ -193,11 +195,9 @@ cudaError_t launch(const PixelNormParams& p, cudaStream_t stream) {
     return error;
   }
   if (stages > 0) {
-    pixel_norm_kernel<T, true><<<blocks, kThreads, sums_bytes + tile_bytes, stream>>>(p, tile);
-  } else {
-    pixel_norm_kernel<T, false><<<blocks, kThreads, sums_bytes, stream>>>(p, tile);
+    return launch_kernel(pixel_norm_kernel<T, true>, blocks, kThreads, sums_bytes + tile_bytes, stream, 1, p, tile);
   }
-  return cudaGetLastError();
+  return launch_kernel(pixel_norm_kernel<T, false>, blocks, kThreads, sums_bytes, stream, 1, p, tile);
 }
 
 }  // namespace

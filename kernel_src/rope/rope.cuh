@@ -10,6 +10,7 @@
 
 #include "../core/broadcast.cuh"
 #include "../core/divisor.cuh"
+#include "../core/kernel.cuh"
 #include "../core/launch.cuh"
 #include "../core/reduce.cuh"
 #include "../core/vec.cuh"
@@ -217,6 +218,7 @@ struct RopeFast {
 template <typename T, typename W, typename Table, bool kInterleaved, Statistic kStatistic, int kRows, int kUnits>
 __global__ void __launch_bounds__(kMaxThreadsPerRow, min_blocks(kStatistic == Statistic::kLayer))
     rope_fast_kernel(const __grid_constant__ RopeFast p) {
+  wait_for_previous_kernel();
   using Unit = RopeUnit<T, kInterleaved>;
   constexpr int kSize = Unit::kSize;
   constexpr int kParts = Unit::kParts;
@@ -354,6 +356,7 @@ template <typename T, bool kInterleaved, Statistic kStatistic>
 __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     rope_general_kernel(const __grid_constant__ RopeParams p, const __grid_constant__ RopeShape shape,
                         const bool row_is_token) {
+  wait_for_previous_kernel();
   using Unit = RopeUnit<T, kInterleaved>;
   constexpr int kSize = Unit::kSize;
   constexpr int kParts = Unit::kParts;

@@ -161,12 +161,13 @@ inline RopeFast rope_fast(const RopeParams& p, const RopePlan& plan, int64_t* bl
 }
 
 template <typename T, typename W, typename Table, bool kInterleaved, Statistic kStatistic>
-bool try_spreads(const RopeFast& fast, const RopePlan& plan, unsigned blocks, cudaStream_t stream) {
+bool try_spreads(const RopeFast& fast, const RopePlan& plan, unsigned blocks, cudaStream_t stream, cudaError_t* error) {
   const auto try_spread = [&](auto rows, auto units) {
     constexpr int kRows = decltype(rows)::value, kUnits = decltype(units)::value;
     if (plan.thread_rows != kRows || plan.thread_units != kUnits) return false;
     const dim3 threads(plan.config.threads_per_row, plan.config.rows_per_block);
-    rope_fast_kernel<T, W, Table, kInterleaved, kStatistic, kRows, kUnits><<<blocks, threads, 0, stream>>>(fast);
+    const auto kernel = rope_fast_kernel<T, W, Table, kInterleaved, kStatistic, kRows, kUnits>;
+    *error = launch_kernel(kernel, blocks, threads, 0, stream, 1, fast);
     return true;
   };
   constexpr std::integral_constant<int, 1> k1;
@@ -193,23 +194,22 @@ bool try_fast(const RopeParams& p, const RopePlan& plan, cudaStream_t stream, cu
   const auto try_table = [&](auto table) {
     using Table = decltype(table);
     const auto number = static_cast<unsigned>(blocks);
-    if (affine == kDtype<T>) return try_spreads<T, T, Table, kInterleaved, kStatistic>(fast, plan, number, stream);
+    if (affine == kDtype<T>)
+      return try_spreads<T, T, Table, kInterleaved, kStatistic>(fast, plan, number, stream, error);
     if constexpr (kStatistic != Statistic::kNone && !std::is_same_v<T, float>) {
       if (affine == Dtype::kFloat32)
-        return try_spreads<T, float, Table, kInterleaved, kStatistic>(fast, plan, number, stream);
+        return try_spreads<T, float, Table, kInterleaved, kStatistic>(fast, plan, number, stream, error);
     }
     return false;
   };
-  bool launched = false;
   if (p.grid.exists()) {
-    if constexpr (kInterleaved && kStatistic == Statistic::kNone) launched = try_table(RopeGrid{});
+    if constexpr (kInterleaved && kStatistic == Statistic::kNone) return try_table(RopeGrid{});
   } else if (p.table_count == 0 || p.tables[0].dtype == Dtype::kFloat32) {
-    launched = try_table(float{});
+    return try_table(float{});
   } else if (p.tables[0].dtype == kDtype<T>) {
-    if constexpr (!std::is_same_v<T, float>) launched = try_table(T{});
+    if constexpr (!std::is_same_v<T, float>) return try_table(T{});
   }
-  if (launched) *error = cudaGetLastError();
-  return launched;
+  return false;
 }
 
 template <typename T, bool kInterleaved, Statistic kStatistic>
@@ -224,9 +224,8 @@ cudaError_t launch_rope(const RopeParams& p, cudaStream_t stream) {
   const int64_t blocks = ceil_div(rows, plan.config.rows_per_block);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const dim3 threads(plan.config.threads_per_row, plan.config.rows_per_block);
-  rope_general_kernel<T, kInterleaved, kStatistic>
-      <<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p, plan.shape, plan.row_is_token);
-  return cudaGetLastError();
+  return launch_kernel(rope_general_kernel<T, kInterleaved, kStatistic>, static_cast<unsigned>(blocks), threads, 0,
+                       stream, 1, p, plan.shape, plan.row_is_token);
 }
 
 template <typename T, bool kInterleaved>
