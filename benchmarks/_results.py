@@ -18,10 +18,13 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -199,6 +202,26 @@ def header(package, device: str) -> dict:
         "command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *map(_relative, sys.argv[1:])]),
         "rows": [],
     }
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with what `main` returns; on SIGINT (Ctrl-C, gpu_slice.sh) at once, with 130 and no traceback.
+
+    `main` sees a KeyboardInterrupt, and writes what it has. Only one: `timeout` sends two signals.
+    """
+
+    def interrupt(_signal, _frame):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)  # an ordinary end waits for the compiler's workers
 
 
 class ResultFile:

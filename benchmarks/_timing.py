@@ -23,6 +23,8 @@ GRAPH_BELOW_BYTES = 64 << 20  # about 20 us of an H200's memory
 MIN_LAUNCHES = 16  # a graph
 MAX_SETS = 512
 ROUNDS = 6
+MIN_SAMPLES = 3  # of a candidate
+MAX_SAMPLES = 200  # a round
 
 Times = tuple[float, float, float]  # p10, median, p90 in us
 
@@ -211,10 +213,15 @@ def nothing() -> None:
 
 
 class Bench:
-    """Times of several candidates for one problem, a closure for each input set; `before` is what a sample needs."""
+    """Times of several candidates for one problem, a closure for each input set; `before` is what a sample needs.
+
+    What is taken follows from `budget_ms` for each candidate: as many samples as it holds, spread over the rounds, but
+    three at the least. An interrupt ends `run`; `samples` holds what there is by then.
+    """
 
     def __init__(self, device: str, how: str, budget_ms: float, rounds: int = ROUNDS):
         self.how, self.budget_ms, self.rounds = how, budget_ms, rounds
+        self.samplers: dict[str, _Clock | _Events] = {}
         self.flush = None
         if how == "flush":
             self.flush = torch.empty(4 * l2_bytes(device), dtype=torch.int8, device=device)
@@ -226,39 +233,56 @@ class Bench:
             return _Step(calls, before)
         return _Flush(calls, self.flush) if self.how == "flush" else _Graph(calls)
 
+    def warmed(self, sampler: _Clock | _Events) -> int:
+        """How many samples to take of a candidate, which is warm behind this."""
+
+        def cost_ms(samples: int) -> float:
+            start = time.perf_counter()
+            for _ in range(samples):
+                sampler.sample()
+            sampler.collect()
+            return (time.perf_counter() - start) * 1e3 / samples
+
+        cost = cost_ms(1)
+        if cost < self.budget_ms / self.rounds:  # of a long one, the first must do
+            cost = cost_ms(2)
+        sampler.taken.clear()
+        return max(MIN_SAMPLES, min(MAX_SAMPLES * self.rounds, int(self.budget_ms / max(cost, 1e-3))))
+
     def run(
         self,
         candidates: dict[str, list[Callable]],
         failed: Callable[[str, Exception], None],
         before: dict[str, Callable] | None = None,
-    ) -> dict[str, Times]:
-        samplers, counts = {}, {}
+    ) -> dict[str, list[float]]:
+        """us of each sample of each candidate, those left out that failed."""
+        counts = {}
         for name, calls in candidates.items():
             try:
                 sampler = self.sampler(calls, (before or {}).get(name, nothing))
-                start = time.perf_counter()
-                for _ in range(3):
-                    sampler.sample()
-                sampler.collect()
-                cost_ms = (time.perf_counter() - start) * 1e3 / 3
+                counts[name] = self.warmed(sampler)
             except Exception as error:  # a peer that cannot be captured, or runs out of memory
                 failed(name, error)
                 continue
-            sampler.taken.clear()
-            samplers[name] = sampler
-            counts[name] = max(1, min(200, int(self.budget_ms / self.rounds / max(cost_ms, 1e-3))))
-        names = list(samplers)
-        for turn in range(self.rounds):
+            self.samplers[name] = sampler
+        names = list(self.samplers)
+        rounds = min(self.rounds, max(counts.values(), default=0))
+        for turn in range(rounds):
             shift = turn % max(1, len(names))
             for name in names[shift:] + names[:shift]:
-                if name not in samplers:
+                if name not in self.samplers:
                     continue
+                count = counts[name] * (turn + 1) // rounds - counts[name] * turn // rounds
                 try:
-                    samplers[name].sample()
-                    samplers[name].taken.pop()  # this one came after another candidate
-                    for _ in range(counts[name]):
-                        samplers[name].sample()
+                    if count > 1:  # a sample so long that it is one of a round does not notice what ran before it
+                        self.samplers[name].sample()
+                        self.samplers[name].taken.pop()
+                    for _ in range(count):
+                        self.samplers[name].sample()
                 except Exception as error:  # out of memory beside the others
                     failed(name, error)
-                    del samplers[name]
-        return {name: spread(sampler.collect()) for name, sampler in samplers.items()}
+                    del self.samplers[name]
+        return self.samples()
+
+    def samples(self) -> dict[str, list[float]]:
+        return {name: taken for name, sampler in self.samplers.items() if (taken := sampler.collect())}

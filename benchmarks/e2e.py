@@ -27,8 +27,8 @@ import argparse
 import copy
 import re
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -42,12 +42,25 @@ from _results import (
     columned,
     count,
     default_out,
+    end_with,
     header,
     load_package,
     short,
     shown_path,
 )
-from _timing import Bench, Times, capture, nothing
+from _timing import Bench, spread
+from _workloads import (
+    Run,
+    Workload,
+    compile_blocks,
+    forward,
+    in_a_row,
+    randn_of,
+    run_of,
+    token_ids,
+    twin,
+    workloads,
+)
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -62,36 +75,22 @@ KINDS = {
 #: Inductor names its pointwise kernels after the ops around them: triton_poi_fused__scaled_dot_product_attention_3.
 POINTWISE = r"triton_(?!tem)"
 CONFIGURATIONS = ("stock", "injected", "compiled", "injected_compiled", "injected_graph")
+#: Of the rows of a problem; the VAE's convolutions may keep their memory format.
+ORDER = ("stock", "injected_no_format", *CONFIGURATIONS[1:])
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Two roundings of one model differ by some hundredths after its last block; more than this is another model.
 WRONG = 0.5
-#: Blocks of the model whose accuracy is measured: its fp32 copy must fit beside it.
-ACCURATE_BLOCKS = 4
+#: Of the model whose accuracy is measured: its fp32 copy must fit beside it, and fp32 is slow.
+ACCURATE_BLOCKS, ACCURATE_FRAMES = 4, 25
+#: Calls that are profiled at most.
+PROFILED = 4
+#: How long a sample of several steps is to last.
+ROW_MS = {"cuda": 200.0, "cpu": 20.0}
+#: How the method of a row begins whose samples a signal ended: it is measured again.
+INTERRUPTED = "interrupted: "
 
 
-@dataclass
-class Run:
-    """What is timed of one configuration. `units` of it are in a call; `check` returns what must agree with stock's."""
-
-    call: Callable[[], object]
-    check: Callable[[], torch.Tensor]
-    before: Callable[[], object] = nothing
-    units: int = 1
-
-
-@dataclass
-class Workload:
-    """`run` makes the Run of a model; `graph` that of a CUDA graph of it; `compile` compiles a copy of the model."""
-
-    op: str
-    part: str
-    shape: list[int]
-    run: Callable[[nn.Module], Run]
-    compile: Callable[[nn.Module], None]
-    graph: Callable[[nn.Module], Run]
-
-
-def row(op: str, shape: list[int], dtype: str, candidate: str, times=None, error=None, reason: str = "") -> dict:
+def row(op: str, shape: list[int], dtype: str, candidate: str, times=None, error=None, **notes: str) -> dict:
     values = {
         "op": op,
         "shape": shape,
@@ -100,7 +99,7 @@ def row(op: str, shape: list[int], dtype: str, candidate: str, times=None, error
         **dict(zip(TIMES, times or (None,) * 3)),
     }
     values |= {"bytes": 0, "copy_us": None, "error_fp64": error}
-    return {**values, "reason": reason} if reason else values
+    return values | {key: text for key, text in notes.items() if text}
 
 
 def show(rows: list[dict]) -> None:
@@ -110,6 +109,7 @@ def show(rows: list[dict]) -> None:
             value += f"  {1e6 / r['us_median']:.1f} tokens/s"
         if r["error_fp64"] is not None:
             value = f"error {r['error_fp64']:.3e}"
+        value += f"  {r['method']}" if "method" in r else ""
         print(f"  {r['op']:28} {r['shape']!s:20} {r['candidate']:22} {value}")
     medians = {r["candidate"]: r["us_median"] for r in rows if r["us_median"]}
     for other in ("stock", "compiled"):
@@ -119,27 +119,6 @@ def show(rows: list[dict]) -> None:
 
 
 # ---- configurations --------------------------------------------------------------------------------------
-
-
-def twin(model: nn.Module) -> nn.Module:
-    """A copy on the same weights: what is timed in turns fits into memory once."""
-    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
-
-
-def compile_blocks(family: Family, model: nn.Module) -> None:
-    names = family.blocks or model._repeated_blocks
-    for module in list(model.modules()):
-        if type(module).__name__ in names:
-            module.compile(fullgraph=True)
-
-
-def graph_of(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """(the replay of a CUDA graph of a call, its output)."""
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph, (output,) = capture([call], 1)
-    torch.cuda.synchronize()
-    return graph.replay, output
 
 
 def configured(workload: Workload, name: str, stock: nn.Module, package, skip: list[str]) -> Run:
@@ -154,30 +133,48 @@ def configured(workload: Workload, name: str, stock: nn.Module, package, skip: l
     return (workload.graph if name == "injected_graph" else workload.run)(model)
 
 
-def times_of(args, runs: dict[str, Run], reasons: dict[str, str], rounds: int) -> dict[str, Times]:
-    """p10, median and p90 in us a unit of each run; `reasons` grows by those that fail."""
-    times = Bench(args.device, "step" if args.device == "cuda" else "clock", args.budget_ms, rounds).run(
-        {name: [run.call] for name, run in runs.items()},
-        lambda name, error: reasons.__setitem__(name, short(error)),
-        {name: run.before for name, run in runs.items()},
-    )
-    return {name: tuple(us / runs[name].units for us in spread) for name, spread in times.items()}
+def known(args, file: ResultFile, op: str, shape: list[int]) -> set[str]:
+    """The candidates of a problem that need not be measured."""
+    rows = file.candidates(op, shape, args.dtype_name)
+    return {name for name, row in rows.items() if not row.get("method", "").startswith(INTERRUPTED)}
 
 
-def write(args, file: ResultFile, op: str, shape: list[int], names: list[str], times: dict, reasons: dict) -> None:
-    """The rows of one problem: a time or a reason of each configuration that has either."""
-    rows = [
-        row(op, shape, args.dtype_name, name, times.get(name), reason="" if name in times else reasons[name])
-        for name in names
-        if name in times or name in reasons
+def time_runs(args, file: ResultFile, op: str, shape: list[int], runs: dict, reasons: dict, rounds: int) -> None:
+    """Times the runs in turns, and writes p10, median and p90 in us a unit of each: of an interrupt's part as well."""
+    bench = Bench(args.device, "step" if args.device == "cuda" else "clock", args.budget_ms, rounds)
+    whole = False
+    try:
+        bench.run(
+            {name: [run.call] for name, run in runs.items()},
+            lambda name, error: reasons.__setitem__(name, short(error)),
+            {name: run.before for name, run in runs.items()},
+        )
+        whole = True
+    finally:
+        rows = []
+        for name, samples in bench.samples().items():
+            units = runs[name].units
+            method = f"{len(samples)} samples" + (f" of {units} in a row" if units > 1 else "")
+            method = method if whole else INTERRUPTED + method
+            times = tuple(us / units for us in spread(samples))
+            rows.append(row(op, shape, args.dtype_name, name, times, method=method))
+        write(args, file, rows, op, shape, reasons, whole)
+        show(list(file.candidates(op, shape, args.dtype_name).values()))
+
+
+def write(args, file: ResultFile, rows: list[dict], op: str, shape: list[int], reasons: dict, whole: bool) -> None:
+    """The rows of one problem, those that failed too. A part of them replaces no whole that is there already."""
+    timed = {r["candidate"] for r in rows}
+    rows = rows + [
+        row(op, shape, args.dtype_name, name, reason=reason) for name, reason in reasons.items() if name not in timed
     ]
-    if rows:
-        file.replace(rows)
+    if rows and (whole or not known(args, file, op, shape)):
+        file.replace(sorted(rows, key=lambda r: ORDER.index(r["candidate"])))
 
 
 def split_table(splits: dict[str, dict[str, float]]) -> str:
     """GPU time in ms of each configuration by kind, and what it is in floors of its own."""
-    lines = [["  GPU ms", *next(iter(splits.values()), {}), "gpu/floor"]]
+    lines = [["  GPU ms", *next(iter(splits.values())), "gpu/floor"]]
     for name, parts in splits.items():
         floor = parts["gemm"] + parts["attention"]
         cells = [f"{us / 1e3:.3f}" for us in parts.values()]
@@ -189,19 +186,19 @@ def measure(args, package, file: ResultFile, workload: Workload, stock: nn.Modul
     """Times of a workload and its split, each a group of rows."""
     op, shape = workload.op, workload.shape
     wanted = set(args.configurations)
-    known = file.candidates(op, shape, args.dtype_name).keys()
-    split = file.candidates(f"{op}:gpu", shape, args.dtype_name).keys()
-    time_it = workload.part in args.parts and not wanted <= known
+    timed, split = known(args, file, op, shape), known(args, file, f"{op}:gpu", shape)
+    time_it = workload.part in args.parts and not wanted <= timed
     split_it = "split" in args.parts and args.device == "cuda" and not wanted <= split
     if not (time_it or split_it):
         print(f"  {op} {shape}: there already")
         return
     # What is compared is of one run: what is known is measured again beside what is new.
-    names = [name for name in CONFIGURATIONS if name in wanted | known | split]
+    names = [name for name in CONFIGURATIONS if name in wanted | timed | split]
     runs: dict[str, Run] = {}
     reasons: dict[str, str] = {}
     expected = None
     for name in names:
+        start = time.perf_counter()
         try:
             if name == "injected_graph" and args.device == "cpu":
                 raise RuntimeError("a CUDA graph needs a GPU")
@@ -209,7 +206,8 @@ def measure(args, package, file: ResultFile, workload: Workload, stock: nn.Modul
             actual = run.check().double()
             expected = actual if expected is None else expected
             difference = ((actual - expected).norm() / expected.norm()).item()
-            print(f"  {name}: relative difference to {names[0]} {difference:.2e}", flush=True)
+            spent = time.perf_counter() - start
+            print(f"  {name}: relative difference to {names[0]} {difference:.2e} ({spent:.1f} s)", flush=True)
             if expected.isfinite().all() and not difference < WRONG:
                 raise RuntimeError(f"wrong: relative difference {difference:.1e} to {names[0]}")
             runs[name] = run
@@ -217,46 +215,62 @@ def measure(args, package, file: ResultFile, workload: Workload, stock: nn.Modul
             reasons[name] = short(error)
             print(f"  {name}: {reasons[name]}", flush=True)
     if time_it:
-        times = times_of(args, runs, reasons, args.rounds)
-        write(args, file, op, shape, names, times, reasons)
-        show(list(file.candidates(op, shape, args.dtype_name).values()))
+        rows = in_a_row(runs, workload.in_a_row, ROW_MS[args.device])
+        time_runs(args, file, op, shape, rows, reasons, args.rounds)
     if split_it:
-        splits: dict[str, dict[str, float]] = {}
-        for name, run in runs.items():
-            print(f"  {name}:")
-            try:
-                splits[name] = gpu_split(run)
-            except Exception as error:
-                reasons[name] = short(error)
-        for kind in ("gpu", *KINDS, "other"):
-            times = {name: (parts[kind],) * 3 for name, parts in splits.items() if parts[kind] > 0}
-            write(args, file, f"{op}:{kind}", shape, names, times, reasons if kind == "gpu" else {})
-        print(split_table(splits), flush=True)
+        split_runs(args, file, op, shape, runs, reasons)
     torch._dynamo.reset()
 
 
-def gpu_split(run: Run, calls: int = 2) -> dict[str, float]:
-    """us a unit by kind of kernel, and the largest kernels on the screen."""
+def split_runs(args, file: ResultFile, op: str, shape: list[int], runs: dict, reasons: dict) -> None:
+    """GPU time by kind of kernel, a problem each kind; those that there are when an interrupt comes are written."""
+    splits: dict[str, dict[str, float]] = {}
+    whole = False
+    try:
+        for name, run in runs.items():
+            print(f"  {name}:", flush=True)
+            try:
+                splits[name] = gpu_split(run, args.budget_ms)
+            except Exception as error:
+                reasons[name] = short(error)
+        whole = True
+    finally:
+        for kind in ("gpu", *KINDS, "other"):
+            rows = [
+                row(f"{op}:{kind}", shape, args.dtype_name, name, (parts[kind],) * 3)
+                for name, parts in splits.items()
+                if parts[kind] > 0
+            ]
+            write(args, file, rows, f"{op}:{kind}", shape, reasons if kind == "gpu" else {}, whole)
+        if splits:
+            print(split_table(splits), flush=True)
+
+
+def gpu_split(run: Run, budget_ms: float) -> dict[str, float]:
+    """us a unit by kind of kernel, and the largest kernels on the screen. The mean of up to four calls."""
     from torch.profiler import ProfilerActivity, profile
 
-    split = dict.fromkeys(("gpu", *KINDS, "other"), 0.0)
-    largest: dict[str, list[float]] = {}
-    for _ in range(calls):
+    seen: dict[str, list[float]] = {}  # us and launches
+    start, calls = time.perf_counter(), 0
+    while calls == 0 or calls < PROFILED and (time.perf_counter() - start) * 1e3 < budget_ms:
+        calls += 1
         run.before()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             run.call()
             torch.cuda.synchronize()
         for event in profiler.key_averages():
-            us = event.self_device_time_total / calls / run.units
-            if us > 0:
-                split[kind_of(event.key)] += us
-                split["gpu"] += us
-                seen = largest.setdefault(event.key, [0.0, 0.0])
-                seen[0] += us
-                seen[1] += event.count / calls / run.units
-    for key, (us, times) in sorted(largest.items(), key=lambda item: -item[1][0])[:14]:
-        print(f"    {us:10.1f} us {times:6.0f}x  {key[:110]}")
+            if event.self_device_time_total > 0:
+                kernel = seen.setdefault(event.key, [0.0, 0.0])
+                kernel[0] += event.self_device_time_total
+                kernel[1] += event.count
+    split = dict.fromkeys(("gpu", *KINDS, "other"), 0.0)
+    for i, (key, values) in enumerate(sorted(seen.items(), key=lambda item: -item[1][0])):
+        us, launches = (value / calls / run.units for value in values)
+        split[kind_of(key)] += us
+        split["gpu"] += us
+        if i < 14:
+            print(f"    {us:10.1f} us {launches:6.0f}x  {key[:110]}")
     return split
 
 
@@ -264,169 +278,6 @@ def kind_of(kernel: str) -> str:
     if re.match(POINTWISE, kernel):
         return "other"
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
-
-
-# ---- workloads -------------------------------------------------------------------------------------------
-
-
-def randn_of(args, seed: int = 0) -> Callable[..., torch.Tensor]:
-    generator = torch.Generator(args.device).manual_seed(seed)
-    return lambda *shape: torch.randn(shape, generator=generator, device=args.device).to(args.dtype)
-
-
-def forward(model: nn.Module, inputs: dict) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**inputs, return_dict=False)[0]
-
-
-def graph_run(call: Callable[[], torch.Tensor], repeated: int = 1) -> Run:
-    replay, output = graph_of(call)
-
-    def check() -> torch.Tensor:
-        replay()
-        return output
-
-    return in_a_row(replay, repeated, check)
-
-
-def in_a_row(call: Callable, repeated: int, check: Callable[[], torch.Tensor] | None = None) -> Run:
-    """Calls that follow each other, as the steps of a denoising loop do: the host runs ahead of the GPU."""
-
-    def calls() -> None:
-        for _ in range(repeated):
-            call()
-
-    return Run(calls, check or call, units=repeated)
-
-
-def step_workload(args, family: Family, op: str, model: nn.Module, frames: int) -> Workload:
-    inputs, shape = family.inputs(model.config, randn_of(args), {**args.sizes, "frames": frames})
-    repeated = 4 if args.device == "cuda" else 1
-
-    def run(model: nn.Module) -> Run:
-        return in_a_row(partial(forward, model, inputs), repeated)
-
-    return Workload(
-        f"{op}:step",
-        "step",
-        shape,
-        run,
-        partial(compile_blocks, family),
-        lambda model: graph_run(partial(forward, model, inputs), repeated),
-    )
-
-
-def token_ids(args, config, *shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, config.vocab_size, shape, generator=generator).to(args.device)
-
-
-def prefill_workload(args, op: str, model: nn.Module) -> Workload:
-    sizes = args.sizes
-    inputs = {"input_ids": token_ids(args, model.config, sizes["batch"], sizes["length"])}
-    inputs |= {"use_cache": True, "logits_to_keep": 1}
-
-    def run(model: nn.Module) -> Run:
-        call = partial(forward, model, inputs)
-        return Run(call, call)
-
-    return Workload(
-        f"{op}:prefill",
-        "prefill",
-        [sizes["batch"], sizes["length"], model.config.hidden_size],
-        run,
-        lambda model: model.compile(dynamic=False),
-        lambda model: graph_run(partial(forward, model, inputs)),
-    )
-
-
-class Decoder:
-    """Greedy decoding of `tokens` tokens at batch 1, behind a prompt that stock code has read."""
-
-    def __init__(self, args, stock: nn.Module, model: nn.Module, cache: str):
-        self.stock, self.model, self.kind = stock, model, cache
-        self.length, self.tokens = args.sizes["prompt"], args.sizes["tokens"]
-        self.ids = token_ids(args, model.config, 1, self.length)
-        self.token = self.ids[:, -1:].clone()
-        self.cache = None
-        self.step = self.one_token
-
-    def before(self) -> None:
-        from transformers import DynamicCache, StaticCache
-
-        if self.kind == "dynamic":
-            self.cache = DynamicCache(config=self.model.config)
-        elif self.cache is None:
-            self.cache = StaticCache(config=self.model.config, max_cache_len=self.length + self.tokens + 8)
-        else:
-            self.cache.reset()
-        with torch.no_grad():
-            self.stock(self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.token.copy_(self.ids[:, -1:])
-
-    def one_token(self) -> torch.Tensor:
-        with torch.no_grad():
-            # A no-op but where the compiled model runs in CUDA graphs, which would else keep its outputs alive.
-            torch.compiler.cudagraph_mark_step_begin()
-            logits = self.model(self.token, past_key_values=self.cache, use_cache=True).logits
-            self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
-        return logits
-
-    def call(self) -> None:
-        for _ in range(self.tokens):
-            self.step()
-
-    def check(self) -> torch.Tensor:
-        for _ in range(3):  # a compiled step captures its graph in the second
-            self.before()
-            logits = self.step()
-        return logits.clone()
-
-    def run(self) -> Run:
-        return Run(self.call, self.check, self.before, self.tokens)
-
-    def graphed(self) -> Run:
-        if self.kind == "dynamic":
-            raise RuntimeError("a dynamic cache grows: there is no graph of it")
-        self.before()
-        replay, logits = graph_of(self.one_token)
-
-        def step() -> torch.Tensor:
-            replay()
-            return logits
-
-        self.step = step
-        return self.run()
-
-
-def decode_workload(args, op: str, stock: nn.Module, cache: str) -> Workload:
-    def compiled(model: nn.Module) -> None:
-        if cache == "dynamic":
-            raise RuntimeError("a dynamic cache grows: compiled models decode with a static one")
-        model.compile(mode="reduce-overhead" if args.device == "cuda" else "default")
-
-    return Workload(
-        f"{op}:decode[{cache} cache]",
-        "decode",
-        [1, args.sizes["prompt"], stock.config.hidden_size],
-        lambda model: Decoder(args, stock, model, cache).run(),
-        compiled,
-        lambda model: Decoder(args, stock, model, cache).graphed(),
-    )
-
-
-def workloads(args, family: Family, op: str, stock: nn.Module) -> list[Workload]:
-    """Those of the wanted parts; `split` alone is that of all."""
-    timed = {"step", "prefill", "decode"} & set(family.parts)
-    wanted = timed & set(args.parts) or (timed if "split" in args.parts else set())
-    made = []
-    if "step" in wanted:
-        made += [step_workload(args, family, op, stock, frames) for frames in args.sizes["frames"]]
-    if "prefill" in wanted:
-        made.append(prefill_workload(args, op, stock))
-    if "decode" in wanted:
-        made += [decode_workload(args, op, stock, cache) for cache in ("dynamic", "static")]
-    return made
 
 
 # ---- the other parts -------------------------------------------------------------------------------------
@@ -442,14 +293,13 @@ def time_calls(args, file: ResultFile, op: str, shape: list[int], make: dict[str
     reasons: dict[str, str] = {}
     for name, maker in make.items():
         try:
-            call = maker()
-            runs[name] = Run(call, call)
+            run = run_of(maker())
+            run.check()  # compiles
+            runs[name] = run
         except Exception as error:
             reasons[name] = short(error)
-    times = times_of(args, runs, reasons, rounds)
-    write(args, file, op, shape, list(make), times, reasons)
-    show(list(file.candidates(op, shape, args.dtype_name).values()))
-    return {name: runs[name] for name in times}
+    time_runs(args, file, op, shape, runs, reasons, rounds)
+    return {name: run for name, run in runs.items() if name not in reasons}
 
 
 def measure_vae(args, package, file: ResultFile, frames: int) -> None:
@@ -458,7 +308,7 @@ def measure_vae(args, package, file: ResultFile, frames: int) -> None:
     latents = randn_of(args)(1, pipe.vae.config.latent_channels, *grid)
     skips = {"stock": None, "injected_no_format": ["ltx_vae.conv"], "injected": []}
     op, shape = f"{args.prefix}ltx_vae{args.without}:decode", list(latents.shape)
-    if skips.keys() <= file.candidates(op, shape, args.dtype_name).keys():
+    if skips.keys() <= known(args, file, op, shape):
         print(f"  {op} {shape}: there already")
         return
 
@@ -475,8 +325,8 @@ def measure_vae(args, package, file: ResultFile, frames: int) -> None:
 
     make = {name: partial(configuration, skip) for name, skip in skips.items()}
     runs = time_calls(args, file, op, shape, make, args.rounds)
-    if args.device == "cuda":
-        print(split_table({name: gpu_split(run, calls=1) for name, run in runs.items()}))
+    if args.device == "cuda" and runs:
+        print(split_table({name: gpu_split(run, args.budget_ms) for name, run in runs.items()}))
 
 
 def measure_pipeline(args, package, file: ResultFile, family: Family, frames: int) -> None:
@@ -485,7 +335,7 @@ def measure_pipeline(args, package, file: ResultFile, family: Family, frames: in
     op = f"{args.prefix}{family.op}{args.without}:pipeline[{args.steps} steps]"
     shape = [frames, sizes["height"], sizes["width"]]
     names = [name for name in CONFIGURATIONS[:4] if name in args.configurations]
-    if set(names) <= file.candidates(op, shape, args.dtype_name).keys():
+    if set(names) <= known(args, file, op, shape):
         print(f"  {op} {shape}: there already")
         return
     pipe = random_pipeline(ltx_size(args), args.device, args.dtype)
@@ -514,11 +364,15 @@ def measure_accuracy(args, package, file: ResultFile, family: Family) -> None:
     config, _ = family.configured(args.tiny, ACCURATE_BLOCKS if family.depth else None)
     model = family.build(config, args.device, args.dtype)
     if family.inputs:
-        frames = min(args.sizes["frames"][0], 25)
+        frames = min(args.sizes["frames"][0], ACCURATE_FRAMES)
         inputs, shape = family.inputs(model.config, randn_of(args), {**args.sizes, "frames": frames})
     else:
         inputs = {"input_ids": token_ids(args, model.config, 1, min(512, args.sizes["length"]))}
         shape = [*inputs["input_ids"].shape, model.config.hidden_size]
+    op = f"{args.prefix}{family.op}{args.without}:accuracy"
+    if {"stock", "injected"} <= known(args, file, op, shape):
+        print(f"  {op} {shape}: there already")
+        return
     exact = copy.deepcopy(model).float()
     reference = forward(
         exact, tree_map(lambda v: v.float() if torch.is_tensor(v) and v.is_floating_point() else v, inputs)
@@ -529,8 +383,8 @@ def measure_accuracy(args, package, file: ResultFile, family: Family) -> None:
         if name == "injected":
             package.inject_optimized_kernels(model, skip=args.skip)
         error = (forward(model, inputs).float() - reference).norm() / reference.norm()
-        known = {"error": error.item(), "reason": "an accuracy, not a time"}
-        rows.append(row(f"{args.prefix}{family.op}{args.without}:accuracy", shape, args.dtype_name, name, **known))
+        values = {"error": error.item(), "reason": "an accuracy, not a time"}
+        rows.append(row(op, shape, args.dtype_name, name, **values))
     file.replace(rows)
     show(rows)
 
@@ -607,4 +461,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -32,6 +32,7 @@ from _results import (
     columned,
     count,
     default_out,
+    end_with,
     header,
     load_package,
     short,
@@ -175,7 +176,8 @@ class Runner:
                 for prepared in map(candidate.prepare, sets)
             ]
         bench = Bench(self.device, how.split(",")[0], self.args.budget_ms)
-        times = bench.run(calls, lambda name, error: reasons.__setitem__(name, short(error)))
+        samples = bench.run(calls, lambda name, error: reasons.__setitem__(name, short(error)))
+        times = {name: spread(taken) for name, taken in samples.items()}
         copy_us = round(times["copy"][1], 3) if "copy" in times else None
         return [
             self.row(problem, name, times, reasons, how, bytes=nbytes, copy_us=copy_us, error_fp64=errors.get(name))
@@ -356,4 +358,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

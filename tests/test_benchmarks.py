@@ -6,7 +6,10 @@ import gc
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ micro = pytest.importorskip("micro")
 benchmark_rmsnorm = pytest.importorskip("benchmark_rmsnorm")
 compare = pytest.importorskip("compare")
 _models = pytest.importorskip("_models")
+_workloads = pytest.importorskip("_workloads")
 
 
 @pytest.fixture
@@ -51,8 +55,6 @@ def test_host_candidates_take_turns_and_each_gets_every_sample():
 
 
 def test_host_times_are_those_of_the_calls():
-    import time
-
     def wait():
         until = time.perf_counter() + 200e-6
         while time.perf_counter() < until:
@@ -285,14 +287,17 @@ def e2e(k, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "load_package", lambda: k)
     out = tmp_path / "e2e.json"
 
-    def run(*arguments):
-        command = ["--tiny", "--budget-ms", "1", "--rounds", "1", "--out", str(out), *arguments]
-        assert module.main(command) == 0
+    def result():
         result = json.loads(out.read_text())
         assert not _results.problems(result)
         return result
 
-    run.module = module
+    def run(*arguments):
+        command = ["--tiny", "--budget-ms", "1", "--rounds", "1", "--out", str(out), *arguments]
+        assert module.main(command) == 0
+        return result()
+
+    run.module, run.result = module, result
     return run
 
 
@@ -335,6 +340,20 @@ def test_the_true_size_has_the_parameters_of_the_released_model(model):
     built = family.build(config, "meta", torch.bfloat16)
     assert depth == ""
     assert sum(p.numel() for p in built.parameters()) / 1e9 == pytest.approx(PARAMETERS[model], rel=0.02)
+
+
+@pytest.mark.parametrize("model", [name for name, family in _models.FAMILIES.items() if family.inputs])
+def test_the_accuracy_of_a_model_is_that_of_an_input_that_fp32_can_bear(e2e, model):
+    """fp32 without tensor cores, and attention that grows with the square of the tokens."""
+    family = _models.FAMILIES[model]
+    config, _ = family.configured(False, e2e.module.ACCURATE_BLOCKS if family.depth else None)
+    built = family.build(config, "meta", torch.bfloat16)
+    frames = min(family.sizes["frames"][0], e2e.module.ACCURATE_FRAMES)
+    _, (batch, tokens, _) = family.inputs(
+        built.config, lambda *shape: torch.zeros(shape), {**family.sizes, "frames": frames}
+    )
+    # The UNet's are pixels of the latents; its attention is over a quarter of them, and less.
+    assert batch * tokens <= (32768 if model == "sdxl" else 20000)
 
 
 def test_a_reduced_depth_stands_in_the_rows(e2e):
@@ -392,8 +411,100 @@ def test_a_configuration_that_fails_while_it_is_timed_leaves_the_others():
     reasons = {}
     bench = _timing.Bench("cpu", "clock", budget_ms=1, rounds=3)
     run = {"good": [lambda: None], "bad": [fails_later]}
-    times = bench.run(run, lambda name, error: reasons.__setitem__(name, str(error)))
-    assert set(times) == {"good"} and reasons == {"bad": "at last"}
+    samples = bench.run(run, lambda name, error: reasons.__setitem__(name, str(error)))
+    assert set(samples) == {"good"} and reasons == {"bad": "at last"}
+
+
+def sleeper(ms: float, calls: list):
+    def call():
+        calls.append(ms)
+        time.sleep(ms / 1e3)
+
+    return call
+
+
+def never(name, error):
+    raise AssertionError(f"{name}: {error}")
+
+
+def test_a_long_call_is_sampled_three_times_whatever_the_budget():
+    """And warmed up once: the steps of a large model took minutes of a budget of a second."""
+    calls = []
+    bench = _timing.Bench("cpu", "clock", budget_ms=1, rounds=6)
+    samples = bench.run({"a": [sleeper(5, calls)], "b": [sleeper(6, calls)]}, never)
+    assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3}
+    assert calls == [5, 6] + [5, 6, 6, 5, 5, 6], "warm, then in turns that rotate"
+
+
+def test_samples_fill_the_budget():
+    calls = []
+    bench = _timing.Bench("cpu", "clock", budget_ms=60, rounds=3)
+    (samples,) = bench.run({"a": [sleeper(2, calls)]}, never).values()
+    assert 10 <= len(samples) <= 30
+    assert len(calls) == 3 + 3 + len(samples), "three to warm up, one to settle each round"
+
+
+def test_a_row_of_steps_lasts_no_longer_than_it_needs():
+    calls = []
+    call = sleeper(20, calls)
+    runs = {name: _workloads.Run(call, call, units=2) for name in "ab"}
+    for row_ms, expected in ((1, 1), (35, 2), (1000, 4)):
+        rows = _workloads.in_a_row(runs, 4, row_ms)
+        assert {name: row.units for name, row in rows.items()} == dict.fromkeys("ab", 2 * expected), row_ms
+        calls.clear()
+        rows["a"].call()
+        assert len(calls) == expected
+    assert _workloads.in_a_row(runs, 1, 1000) is runs
+
+
+def test_an_interrupt_leaves_what_was_measured_and_it_is_measured_again(e2e, monkeypatch):
+    arguments = ("--parts", "step", "--configurations", "stock,injected")
+    run = _timing.Bench.run
+
+    def stopped(bench, *rest):
+        run(bench, *rest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_timing.Bench, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        e2e(*arguments)
+    rows = candidates(e2e.result(), "tiny_ltx_video_2b:step")
+    assert set(rows) == {"stock", "injected"}
+    assert all(row["us_median"] and row["method"].startswith("interrupted: 3 samples") for row in rows.values())
+    monkeypatch.setattr(_timing.Bench, "run", run)
+    whole = e2e(*arguments)
+    assert all(row["method"].startswith("3 samples") for row in whole["rows"])
+    monkeypatch.setattr(_timing.Bench, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        e2e("--parts", "step", "--configurations", "compiled")
+    assert e2e.result()["rows"] == whole["rows"], "a part replaces no whole"
+
+
+def test_sigint_ends_a_run_quickly_without_a_traceback(tmp_path):
+    """Twice, as `timeout --signal=INT` sends it."""
+    pytest.importorskip("diffusers")
+    out = tmp_path / "e2e.json"
+    command = [sys.executable, "benchmarks/e2e.py", "--tiny", "--parts", "step", "--configurations", "stock,injected"]
+    command += ["--budget-ms", "600000", "--out", str(out)]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        for line in run.stdout:
+            if "injected: relative difference" in line:
+                break
+        time.sleep(1.5)  # among the samples
+        start = time.perf_counter()
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+        run.send_signal(signal.SIGINT)
+        rest, said = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 130
+    assert time.perf_counter() - start < 10
+    assert "Traceback" not in said and said.splitlines()[-1] == "stopped: the same command goes on"
+    rows = json.loads(out.read_text())["rows"]
+    assert rows and all(row["method"].startswith("interrupted: ") for row in rows), said
+    assert " ms (p10" in rest, "the table of what there is"
 
 
 def test_e2e_goes_on_where_it_stopped(e2e):
