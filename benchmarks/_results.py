@@ -56,6 +56,8 @@ ROW = {
 }
 OPTIONAL = {"us_min": (int, float), "reason": str, "method": str, "baseline": str}
 TIMES = ("us_p10", "us_median", "us_p90")
+#: The ops of a row that is a model's, not one of a kind of its kernels.
+WORKLOAD = re.compile(r":(step|prefill|decode(\[[^:]*\])?|pipeline\[[^:]*\])$")
 
 
 def _is(value, types) -> bool:

@@ -61,6 +61,7 @@ from _workloads import (
     twin,
     workloads,
 )
+from summary import summary
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -457,6 +458,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cpu":
         print(CPU_NOTE)
     print(f"wrote {shown_path(out)}")
+    if text := summary([file.result]):
+        print(text)
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from _results import ROOT, by_problem, read_result, shown_path  # noqa: E402
+from _results import ROOT, WORKLOAD, by_problem, read_result, shown_path  # noqa: E402
 
 BACKGROUND, TEXT, GRID = "#f5f5f3", "#1f1f1f", "#cfcfca"
 #: Each candidate has a colour and a marker: either alone tells it. All have a contrast of 3 or more on the background.
@@ -42,7 +41,6 @@ STYLE = {
 }
 NAMES = {"torch": "torch.nn.functional", "compile": "torch.compile", "injected_compiled": "injected + compile"}
 NAMES |= {"injected_graph": "injected, CUDA graph", "injected_no_format": "injected, memory format kept"}
-WORKLOAD = re.compile(r":(step|prefill|decode(\[[^:]*\])?|pipeline\[[^:]*\])$")
 RC = {
     "figure.facecolor": BACKGROUND,
     "axes.facecolor": BACKGROUND,

@@ -23,6 +23,7 @@ _cases = pytest.importorskip("_cases")
 micro = pytest.importorskip("micro")
 benchmark_rmsnorm = pytest.importorskip("benchmark_rmsnorm")
 compare = pytest.importorskip("compare")
+summary = pytest.importorskip("summary")
 _models = pytest.importorskip("_models")
 _workloads = pytest.importorskip("_workloads")
 
@@ -509,13 +510,14 @@ def test_sigint_ends_a_run_quickly_without_a_traceback(tmp_path):
     assert " ms (p10" in rest, "the table of what there is"
 
 
-def test_e2e_goes_on_where_it_stopped(e2e):
+def test_e2e_goes_on_where_it_stopped(e2e, capsys):
     arguments = ("--parts", "step", "--configurations")
     first = e2e(*arguments, "stock")
     assert e2e(*arguments, "stock")["rows"] == first["rows"], "nothing is measured twice"
     both = e2e(*arguments, "injected")
     assert {row["candidate"] for row in both["rows"]} == {"stock", "injected"}
     assert candidates(both, "tiny_ltx_video_2b:step")["stock"] != first["rows"][0], "compared inside one run"
+    assert "\nworst: tiny_ltx_video_2b:step 2x12x64, stock/injected " in capsys.readouterr().out
 
 
 def test_vae_and_pipeline_of_ltx_video(e2e):
@@ -557,6 +559,64 @@ def test_a_part_or_configuration_that_does_not_exist_is_an_error(e2e, capsys):
 )
 def test_kernels_are_told_apart_by_their_names(e2e, kernel, kind):
     assert e2e.module.kind_of(kernel) == kind
+
+
+# ---- summary.py
+
+
+def of_model(op: str, **times) -> list[dict]:
+    """The rows of a model's problem: ms of each configuration, with a spread of 1 %, or the reason that it has none."""
+    rows = []
+    for candidate, ms in times.items():
+        failed = isinstance(ms, str)
+        spread = (None,) * 3 if failed else (990.0 * ms, 1000.0 * ms, 1010.0 * ms)
+        reason = {"reason": ms} if failed else {}
+        problem = {"op": op, "shape": [1, 64, 64], "candidate": candidate}
+        rows.append({**GOOD["rows"][0], **problem, **dict(zip(_results.TIMES, spread)), **reason})
+    return rows
+
+
+GOOD_MODEL = of_model("flux_1:step", stock=150, compiled=120, injected=100, injected_compiled=96)
+FLOOR = [of_model(f"flux_1:step:{kind}", injected=ms)[0] for kind, ms in (("gpu", 90), ("gemm", 50), ("attention", 25))]
+OF_MODELS = {
+    "never slower": ([*GOOD_MODEL, *FLOOR], "flux_1:step", "compiled/injected_compiled 1.250: faster"),
+    "slower than compile alone": (
+        [*of_model("sdxl:step", stock=70, compiled=50, injected=60, injected_compiled=62.5), *GOOD_MODEL],
+        "sdxl:step",
+        "compiled/injected_compiled 0.800: slower beyond the spread",
+    ),
+    "slower within the spread": (
+        [*GOOD_MODEL, *of_model("wan:step", stock=100, injected=101)],
+        "wan:step",
+        "stock/injected 0.990: within the spread",
+    ),
+    "failed": (
+        [*of_model("dit:step", stock=100, injected="RuntimeError: wrong"), *GOOD_MODEL],
+        "dit:step",
+        "stock/injected 0.000: RuntimeError: wrong",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OF_MODELS)
+def test_the_summary_of_models_ends_with_the_worst(what, tmp_path, capsys):
+    rows, op, said = OF_MODELS[what]
+    (tmp_path / "e2e_models.json").write_text(_results.dump({**GOOD, "rows": rows}))
+    (tmp_path / "rmsnorm.json").write_text("{}")  # no model's
+    assert summary.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"worst: {op} 1x64x64, {said}"
+    assert lines[-2].startswith(op)
+    flux = next(line.split() for line in lines if line.startswith("flux_1:step"))
+    floor = "1.200" if rows[-1] in FLOOR else "-"
+    assert flux == ["flux_1:step", "1x64x64", "bf16", "150.00", "120.00", "100.00", "96.00", "1.500", "1.250", floor]
+
+
+def test_a_summary_of_an_interrupted_run_says_so_and_one_of_nothing_fails(tmp_path, capsys):
+    rows = [{**row, "method": "interrupted: 2 samples"} for row in of_model("wan:step", stock=100, injected=80)]
+    assert " 100.00? " in summary.summary([{"rows": rows}])
+    assert summary.main([str(tmp_path)]) == 1
+    assert "no result of a model" in capsys.readouterr().out
 
 
 # ---- plots.py
