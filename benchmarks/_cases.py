@@ -554,7 +554,7 @@ FAST = ("ours", "torch", "liger", "quack", "flashinfer")  # all but eager and to
 MODEL_SIZES = [(5376, 2048), (16128, 2048), (16384, 3072), (16384, 4096), (4096, 8192), (65536, 2048)]
 
 
-def issue2() -> list[Problem]:
+def rmsnorm() -> list[Problem]:
     """RMSNorm forward and backward: the sizes of models in all dtypes, small ones, per-head rows, very long rows."""
     small = [(1, 2048), (16, 2048), (256, 2048), (1024, 1024), (1024, 2048)]
     heads = [(total // n, n) for total in (1 << 20, 1 << 26) for n in (64, 128, 256)]
@@ -574,7 +574,7 @@ def classic() -> list[Problem]:
     return [Problem("rms_norm", shape) for shape in shapes]
 
 
-def issue3() -> list[Problem]:
+def ops() -> list[Problem]:
     """Every forward op at the sizes of LTX-Video 2B and 13B, batch 2."""
     problems = []
     for seq, hidden, heads, size in ((2688, 2048, 32, 64), (8064, 2048, 32, 64), (2688, 4096, 32, 128)):
@@ -675,8 +675,8 @@ def smoke() -> list[Problem]:
 
 
 SETS = {
-    "issue2": issue2,
-    "issue3": issue3,
+    "rmsnorm": rmsnorm,
+    "ops": ops,
     "models": models,
     "dtypes": dtypes,
     "sizes": sizes,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A slice of a benchmark on a GPU host: no longer than SECONDS, and nothing that was measured is lost.
 #
-#   benchmarks/gpu_slice.sh SECONDS micro.py --set issue2
+#   benchmarks/gpu_slice.sh SECONDS micro.py --set rmsnorm
 #   benchmarks/gpu_slice.sh SECONDS e2e.py --model flux --parts step
 #
 # build/ must hold the CUDA variant (`make build-cuda`, on any machine). Peers (liger-kernel, quack, flashinfer), diffusers

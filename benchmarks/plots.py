@@ -203,7 +203,7 @@ IMAGES = ROOT / "docs" / "images"
 RESULTS = "benchmarks/results/h200"
 #: The pictures of the README: name -> (kind, results).
 README = {
-    "rms_norm_bandwidth": ("bandwidth", [f"{RESULTS}/issue2.json"]),
+    "rms_norm_bandwidth": ("bandwidth", [f"{RESULTS}/rmsnorm.json"]),
     "ltx_video_step": ("e2e", [f"{RESULTS}/e2e_ltx-2b.json"]),
 }
 
