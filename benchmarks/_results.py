@@ -1,7 +1,7 @@
 """The one schema of every measured result, and the environment that goes with it.
 
 {device, driver, torch, cuda, date, commit, library_sha256, command, rows: [{op, shape, dtype, candidate, us_p10,
-us_median, us_p90, bytes, copy_us, error_fp64, and where they apply us_min, reason, method, baseline}]}
+us_median, us_p90, bytes, copy_us, error_fp64, and where they apply us_min, reason, method}]}
 
 bytes: the fewest that the op must move (each input read once, each output written once). copy_us: the median of a copy
 of as many bytes in the same run. error_fp64: RMS error against fp64 relative to the RMS of the result. A candidate that
@@ -54,7 +54,7 @@ ROW = {
     "copy_us": (int, float, None),
     "error_fp64": (int, float, None),
 }
-OPTIONAL = {"us_min": (int, float), "reason": str, "method": str, "baseline": str}
+OPTIONAL = {"us_min": (int, float), "reason": str, "method": str}
 TIMES = ("us_p10", "us_median", "us_p90")
 #: The ops of a row that is a model's, not one of a kind of its kernels.
 WORKLOAD = re.compile(r":(step|prefill|decode(\[[^:]*\])?|pipeline\[[^:]*\])$")

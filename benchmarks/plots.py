@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -77,7 +78,8 @@ def finish(figure, title: str, results: Results) -> None:
     devices = " · ".join(dict.fromkeys(f"{r['device']}, torch {r['torch']}, {r['date'][:10]}" for _, r in results))
     sources = ", ".join(path.name for path, _ in results)
     figure.suptitle(title, fontsize=12)
-    figure.supxlabel(f"{devices} · {sources}", fontsize=8, x=0.01, ha="left")
+    source = textwrap.fill(f"{devices} · {sources}", int(16 * figure.get_figwidth()))
+    figure.supxlabel(source, fontsize=8, x=0.01, ha="left")
     entries = {label: handle for ax in figure.axes for handle, label in zip(*ax.get_legend_handles_labels())}
     if entries:
         figure.legend(entries.values(), entries.keys(), loc="outside right upper", fontsize=9)
@@ -88,6 +90,10 @@ def size_label(nbytes: float, _position=None) -> str:
         if nbytes >= unit:
             return f"{nbytes / unit:g} {name}"
     return f"{nbytes:g} B"
+
+
+def ms_label(us: float) -> str:
+    return f"{us / 1e3:.0f} ms" if us >= 1e5 else f"{us / 1e3:.3g} ms"
 
 
 def bandwidth(results: Results):
@@ -147,18 +153,19 @@ def end_to_end(results: Results):
             row = group[name]
             error = [[(us - row["us_p10"]) / 1e3], [(row["us_p90"] - us) / 1e3]]
             ax.barh(y, us / 1e3, color=STYLE[name][0], height=0.72, xerr=error, error_kw={"ecolor": TEXT, "lw": 1})
-            ax.text(row["us_p90"] / 1e3, y, f"  {us / 1e3:.3g} ms", va="center", fontsize=9)
+            ax.text(row["us_p90"] / 1e3, y, f"  {ms_label(us)}", va="center", fontsize=9)
         if any(floor):
-            ms = sum(us or 0.0 for us in floor) / 1e3
+            us = sum(us or 0.0 for us in floor)
             floors += 1
-            ax.axvline(ms, color=TEXT, linestyle="--", linewidth=1.2)
-            ax.text(ms, -0.62, f" floor {ms:.3g} ms", fontsize=8, va="bottom")
+            ax.axvline(us / 1e3, color=TEXT, linestyle="--", linewidth=1.2)
+            ax.text(us / 1e3, -0.62, f" floor {ms_label(us)}", fontsize=8, va="bottom")
         ax.set_yticks(range(len(bars)), [NAMES.get(name, name) for name, _ in bars])
         ax.set_ylim(len(bars) - 0.5, -1.1)
         ax.set_xlim(right=1.2 * max((group[name]["us_p90"] for name, _ in bars), default=1.0) / 1e3)
         ax.grid(axis="y", visible=False)
-        ax.set_title(f"{op.replace(':', ', ')}, {'x'.join(map(str, shape))}, {dtype}", fontsize=10)
-        ax.set_xlabel("ms a token, median, p10 to p90" if ":decode" in op else "ms, median, p10 to p90")
+        words = [op.replace(":", ", "), f"{'x'.join(map(str, shape))}, {dtype}"]
+        ax.set_title((", " if len("".join(words)) < 44 else ",\n").join(words), fontsize=10)
+        ax.set_xlabel("ms a token, median, p10 to p90" if ":decode[" in op else "ms, median, p10 to p90")
     title = "Models end to end, random weights"
     finish(figure, title + "; floor: the GEMMs and attention of the injected model" if floors else title, results)
     return figure
