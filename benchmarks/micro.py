@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch._dynamo
 import torch._functorch.config
-from _cases import ALL, DTYPES, OPS, SETS, Inputs, Op, Problem, outputs_of
+from _cases import OPS, Inputs, Op, outputs_of
 from _results import (
     CPU_NOTE,
     TIMES,
@@ -38,6 +38,7 @@ from _results import (
     short,
     shown_path,
 )
+from _sets import ALL, DTYPES, SETS, Problem
 from _timing import Bench, host_times, input_sets, method, spread
 
 PEERS = ("ours", "eager", "torch", "compile", "liger", "quack", "flashinfer")

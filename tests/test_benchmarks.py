@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 _results = pytest.importorskip("_results", reason="benchmarks/ is not there (a Nix build has only tests/)")
 _timing = pytest.importorskip("_timing")
 _cases = pytest.importorskip("_cases")
+_sets = pytest.importorskip("_sets")
 micro = pytest.importorskip("micro")
 benchmark_rmsnorm = pytest.importorskip("benchmark_rmsnorm")
 compare = pytest.importorskip("compare")
@@ -152,17 +154,17 @@ def test_no_time_left_starts_no_problem(k, tmp_path, monkeypatch, capsys):
 
 def test_every_op_is_measured_over_sizes_dtypes_and_on_the_host():
     for name in ("sizes", "dtypes", "host", "smoke"):
-        assert {p.base for p in _cases.SETS[name]()} == set(_cases.OPS), name
-    rows = {p.shape[0] for p in _cases.sizes() if p.op == "rms_norm"}
-    hidden = {p.shape[1] for p in _cases.sizes() if p.op == "rms_norm"}
+        assert {p.base for p in _sets.SETS[name]()} == set(_cases.OPS), name
+    rows = {p.shape[0] for p in _sets.sizes() if p.op == "rms_norm"}
+    hidden = {p.shape[1] for p in _sets.sizes() if p.op == "rms_norm"}
     assert (min(rows), max(rows), min(hidden), max(hidden)) == (1, 1 << 20, 64, 65536)
-    assert {p.dtype for p in _cases.dtypes()} == set(_cases.DTYPES)
+    assert {p.dtype for p in _sets.dtypes()} == set(_sets.DTYPES)
 
 
 @pytest.mark.parametrize("op", list(_cases.OPS))
 def test_the_smallest_problem_of_each_op_can_be_made(op):
     """Among the sizes are one row and one head: the reference runs on them."""
-    shapes = {_cases.shape_of(op, *size) for size in ((1, 64), (64, 64), _cases.HOST_SIZE)}
+    shapes = {_sets.shape_of(op, *size) for size in ((1, 64), (64, 64), _sets.HOST_SIZE)}
     for shape in shapes:
         inputs = _cases.OPS[op].make(shape, torch.float32, "cpu")
         outputs = _cases.OPS[op].reference(inputs)
@@ -180,7 +182,7 @@ def test_a_problem_that_fails_is_rows_with_its_reason(bench, monkeypatch):
     def make(shape, dtype, device):
         raise torch.OutOfMemoryError("needs 5 GiB")
 
-    monkeypatch.setitem(_cases.OPS, "swiglu", _cases.replace(_cases.OPS["swiglu"], make=make))
+    monkeypatch.setitem(_cases.OPS, "swiglu", replace(_cases.OPS["swiglu"], make=make))
     result = bench("--op", "swiglu", "--op", "gelu", "--shape", "2,12,64", "--peer", "eager")
     reasons = {(row["op"], row["candidate"]): row.get("reason") for row in result["rows"]}
     assert reasons["swiglu", "ours"] == "OutOfMemoryError: needs 5 GiB"
@@ -736,5 +738,5 @@ def test_documented_commands_are_understood(command):
 
 def test_every_set_and_every_model_is_documented():
     commands = " ".join(documented()) + (ROOT / "docs" / "performance.md").read_text()
-    assert not [name for name in _cases.SETS if name not in ("smoke", "classic") and f"--set {name}" not in commands]
+    assert not [name for name in _sets.SETS if name not in ("smoke", "classic") and f"--set {name}" not in commands]
     assert not [name for name in _models.FAMILIES if name not in commands]
