@@ -6,6 +6,8 @@ On a CUDA torch the loaded variant is the CUDA one, which holds the CPU implemen
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import shutil
 import sys
@@ -101,6 +103,19 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     """The same values and memory format, one element past an aligned start: what `flat[1:1+D]` gives."""
     flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     return flat[1:].as_strided(tensor.shape, torch.empty_like(tensor).stride()).copy_(tensor)
+
+
+@contextlib.contextmanager
+def no_more_gpu_memory():
+    """Behind what is allocated by now there is one megabyte."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 # ---- LTX-Video and LTX-2, injected

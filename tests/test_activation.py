@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from conftest import DTYPES
+from layouts import VIEWS, RandomLayouts, assert_nothing_copied
 from reference import assert_no_worse_than_eager
 
 FP32, FP16, BF16 = DTYPES.values()
@@ -213,14 +214,6 @@ def test_transformers_llama_mlp(k, device, dtype):
 # ---- layouts ---------------------------------------------------------------------------------------------
 
 
-def assert_nothing_copied(function) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
-    names = {event.name for event in profile.events()}
-    assert any("ltx_kernels" in name for name in names), names
-    assert not names & {"aten::copy_", "aten::clone", "aten::contiguous", "aten::to"}, names
-
-
 @pytest.mark.parametrize("width", [64, 50, 51])
 def test_row_strided_inputs_are_read_in_place(k, case, device, dtype, width):
     """A slice of a fused projection (FLUX.2's to_qkv_mlp_proj), at starts of every alignment."""
@@ -234,21 +227,7 @@ def test_row_strided_inputs_are_read_in_place(k, case, device, dtype, width):
         assert_nothing_copied(lambda inputs=inputs: call(k, case, inputs))
 
 
-VIEWS = {
-    "rank 1": lambda r: r(48),
-    "rank 2, every second row": lambda r: r(10, 48)[::2],
-    "rank 3, transposed batch": lambda r: r(4, 3, 48).transpose(0, 1),
-    "rank 4, heads transposed": lambda r: r(2, 5, 4, 48).transpose(1, 2),
-    "rank 5, does not fold": lambda r: r(3, 4, 2, 5, 48).permute(2, 0, 3, 1, 4),
-    "rank 6, sliced all over": lambda r: r(4, 4, 4, 4, 4, 96)[::2, 1:, :3, ::3, 1:3, 24:72],
-    "expanded rows": lambda r: r(1, 48).expand(6, 48),
-    "expanded last dim": lambda r: r(6, 1).expand(6, 48),
-    "transposed": lambda r: r(48, 6).t(),
-    "channels last": lambda r: r(2, 48, 3, 4).to(memory_format=torch.channels_last),
-    "sizes of one": lambda r: r(1, 2, 1, 3, 1, 48)[:, :, :, ::2],
-    "two columns of many": lambda r: r(6, 5)[:, 2:4],
-    "last dim through a stride": lambda r: r(6, 96)[:, ::2],
-}
+VIEWS = {**VIEWS, "two columns of many": lambda r: r(6, 5)[:, 2:4]}
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -265,24 +244,11 @@ def test_views_of_every_rank(k, case, device, view):
 @pytest.mark.parametrize("number", range(40))
 def test_random_layouts(k, device, number):
     """Random rank, sizes, dtype, permutation, slice and offset of each operand."""
-    generator = torch.Generator().manual_seed(number)
-
-    def pick(*choices):
-        return choices[torch.randint(len(choices), (), generator=generator).item()]
-
-    def layout(shape, dtype):
-        order = torch.randperm(len(shape) - 1, generator=generator).tolist()
-        sizes = [shape[i] for i in order] + [shape[-1]]
-        step, start = pick(1, 1, 2), pick(0, 0, 1)
-        big = [size * step + start for size in sizes[:-1]] + [sizes[-1] + pick(0, 0, 8, 3)]
-        tensor = torch.randn(big, generator=generator).to(device=device, dtype=dtype)
-        tensor = tensor[tuple(slice(start, start + size * step, step) for size in sizes[:-1])]
-        tensor = tensor[..., tensor.shape[-1] - shape[-1] :]
-        return tensor.permute(*(order.index(i) for i in range(len(order))), len(order))
-
+    random = RandomLayouts(number, device)
+    pick = random.pick
     shape = tuple(pick(1, 2, 3) for _ in range(pick(0, 1, 2, 2, 3, 4))) + (pick(1, 5, 8, 24, 300, 2049),)
     case, dtype = pick(*CASES), pick(FP32, FP16, BF16)
-    check_layout(k, case, {n: layout((*shape[:-1], h * shape[-1]), dtype) for n, h in CASES[case][2].items()})
+    check_layout(k, case, {n: random.tensor((*shape[:-1], h * shape[-1]), dtype) for n, h in CASES[case][2].items()})
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 0), (3, 0), (0, 8), (2, 0, 8), (2, 3, 0)])

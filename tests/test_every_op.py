@@ -5,14 +5,14 @@ The files of the families hold what differs: the results, the layouts, the names
 
 from __future__ import annotations
 
-import gc
 import inspect
 from typing import Callable, NamedTuple
 
 import pytest
 import torch
 import torch._dynamo
-from conftest import DTYPES, misaligned, outputs_of, same_bits
+from conftest import DTYPES, misaligned, no_more_gpu_memory, outputs_of, same_bits
+from layouts import FAR, room_for_far
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FP32, FP16, BF16 = DTYPES.values()
@@ -195,18 +195,12 @@ def test_rows_apart_do_not_change_bits(k, op, width, device, dtype):
 
 def test_offsets_beyond_2_31_elements(k, op, device):
     """vllm#42862: an offset in int32 wraps. Two images far apart; what lies between is never touched."""
-    far = 2**31 + 64
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 6 * 2**30:
-        pytest.skip("needs 6 GB of free GPU memory")
     inputs = make_inputs(op, BF16, device)
     expected = call(k, op, inputs)
     for name in (name for name, tensor in inputs.items() if tensor.dim() > 1):
         tensor = inputs[name]
-        try:
-            memory = torch.empty(far + tensor.numel(), dtype=BF16, device=device)
-        except RuntimeError:
-            pytest.skip("no 4 GB to reserve")
-        moved = memory.as_strided(tensor.shape, (far, *tensor.stride()[1:])).copy_(tensor)
+        memory = room_for_far(tensor.numel(), device)
+        moved = memory.as_strided(tensor.shape, (FAR, *tensor.stride()[1:])).copy_(tensor)
         assert same_bits(call(k, op, {**inputs, name: moved}), expected), name
 
 
@@ -215,17 +209,10 @@ def test_out_of_memory_keeps_its_type(k, op, gpu):
     """Frameworks catch torch.OutOfMemoryError to retry with a smaller batch."""
     one = make_inputs(op, BF16, "cuda", batch=1, width=96)
     batch = 2**28 // one[first_of(one)].numel()
-    gc.collect()
-    torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info()[1]
     shapes = op.shapes(batch, TOKENS, 96)
     big = {name: torch.empty(shape, dtype=BF16, device="cuda") for name, shape in shapes.items()}
-    try:
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
-        with pytest.raises(torch.OutOfMemoryError):
-            call(k, op, big)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    with no_more_gpu_memory(), pytest.raises(torch.OutOfMemoryError):
+        call(k, op, big)
     del big
     torch.cuda.empty_cache()
     call(k, op, one)

@@ -6,14 +6,13 @@ that it guards.
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import reference
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from conftest import DTYPES, misaligned, same_bits
+from conftest import DTYPES, misaligned, no_more_gpu_memory, same_bits
+from layouts import VIEWS, RandomLayouts, assert_nothing_copied
 from reference import assert_no_worse_than_eager, assert_rounded_once
 
 FP32, FP16, BF16 = DTYPES.values()
@@ -229,14 +228,6 @@ def test_modulation_views_are_read_in_place(k, device, dtype, source, tokens, hi
     assert_nothing_copied(lambda: call(k, "residual_ada_norm-rms", inputs))
 
 
-def assert_nothing_copied(function) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
-    names = {event.name for event in profile.events()}
-    assert any("ltx_kernels" in name for name in names), names
-    assert not names & {"aten::copy_", "aten::clone", "aten::contiguous", "aten::to"}, names
-
-
 def test_row_strided_x_is_read_in_place(k, op, device, dtype):
     """q of a fused QKV projection: [B, S, 3D] sliced."""
     inputs = make_inputs(op, (2, 5, 64), dtype, device)
@@ -247,24 +238,7 @@ def test_row_strided_x_is_read_in_place(k, op, device, dtype):
     assert_nothing_copied(lambda: call(k, op, inputs))
 
 
-VIEWS = {
-    "rank 1": lambda r: r(48),
-    "rank 2, every second row": lambda r: r(10, 48)[::2],
-    "rank 3, transposed batch": lambda r: r(4, 3, 48).transpose(0, 1),
-    "rank 4, heads of a QKV": lambda r: r(2, 5, 3, 4, 48)[:, :, 1],
-    "rank 4, heads transposed": lambda r: r(2, 5, 4, 48).transpose(1, 2),
-    "rank 5, does not fold": lambda r: r(3, 4, 2, 5, 48).permute(2, 0, 3, 1, 4),
-    "rank 6, does not fold": lambda r: r(3, 2, 4, 3, 2, 48).permute(4, 2, 0, 3, 1, 5)[:, 1:],
-    "rank 6, sliced all over": lambda r: r(4, 4, 4, 4, 4, 96)[::2, 1:, :3, ::3, 1:3, 24:72],
-    "expanded rows": lambda r: r(1, 48).expand(6, 48),
-    "expanded in the middle": lambda r: r(3, 1, 48).expand(3, 4, 48),
-    "expanded last dim": lambda r: r(6, 1).expand(6, 48),
-    "transposed": lambda r: r(48, 6).t(),
-    "channels last": lambda r: r(2, 48, 3, 4).permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2).transpose(1, 3),
-    "sizes of one": lambda r: r(1, 2, 1, 3, 1, 48)[:, :, :, ::2],
-    "one column of many": lambda r: r(6, 5)[:, 2:3],
-    "last dim backwards through a stride": lambda r: r(6, 96)[:, ::2],
-}
+VIEWS = {**VIEWS, "one column of many": lambda r: r(6, 5)[:, 2:3]}
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -282,22 +256,8 @@ def test_views_of_every_rank(k, op, device, view):
 @pytest.mark.parametrize("case", range(60))
 def test_random_layouts(k, device, case):
     """Random rank, sizes, dtypes, permutations, slices, broadcasts and offsets of all operands at once."""
-    generator = torch.Generator().manual_seed(case)
-
-    def pick(*choices):
-        return choices[torch.randint(len(choices), (), generator=generator).item()]
-
-    def layout(shape, dtype):
-        """A tensor of this shape behind a random permutation and slice of something larger, perhaps broadcast."""
-        order = torch.randperm(len(shape) - 1, generator=generator).tolist()
-        sizes = [shape[i] for i in order] + [shape[-1]]
-        step, start = pick(1, 1, 2), pick(0, 0, 1)
-        big = [size * step + start for size in sizes[:-1]] + [sizes[-1] + pick(0, 0, 8, 3)]
-        tensor = torch.randn(big, generator=generator).to(device=device, dtype=dtype)
-        tensor = tensor[tuple(slice(start, start + size * step, step) for size in sizes[:-1])]
-        tensor = tensor[..., tensor.shape[-1] - shape[-1] :]
-        return tensor.permute(*(order.index(i) for i in range(len(order))), len(order))
-
+    random = RandomLayouts(case, device)
+    pick = random.pick
     rank = pick(1, 2, 3, 3, 4, 5, 6)
     shape = tuple(pick(1, 2, 3) for _ in range(rank - 1)) + (pick(1, 5, 8, 24, 40, 129),)
     op = pick(*OPS)
@@ -305,11 +265,11 @@ def test_random_layouts(k, device, case):
     inputs = make_inputs(op, shape, dtype, device, residual_dtype=residual_dtype, param_dtype=param_dtype)
     for name in inputs:
         if name in ("x", "residual"):
-            inputs[name] = layout(shape, inputs[name].dtype)
+            inputs[name] = random.tensor(shape, inputs[name].dtype)
         elif name not in ("weight", "bias"):
             drop = pick(*range(rank))
             broadcast = tuple(pick(1, size) for size in shape[:-1])[drop:] + shape[-1:]
-            inputs[name] = layout(broadcast, pick(FP32, FP16, BF16))
+            inputs[name] = random.tensor(broadcast, pick(FP32, FP16, BF16))
     check(k, op, inputs)
 
 
@@ -471,17 +431,10 @@ def test_the_layout_does_not_change_bits(k, op, device, dtype):
 def test_out_of_memory_in_a_copy_keeps_its_type(k, op, gpu):
     """An x that cannot be read in place is copied; a copy that finds no room counts too."""
     inputs = make_inputs(op, (1, 4096), BF16, "cuda")
-    gc.collect()
-    torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info()[1]
     x = torch.empty(4096, 2**16, dtype=BF16, device="cuda").t()
     big = {**inputs, "x": x, **({"residual": x} if "residual" in inputs else {})}
-    try:
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
-        with pytest.raises(torch.OutOfMemoryError):
-            call(k, op, big)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    with no_more_gpu_memory(), pytest.raises(torch.OutOfMemoryError):
+        call(k, op, big)
     del big, x
     torch.cuda.empty_cache()
     check(k, op, make_inputs(op, (3, 64), BF16, "cuda"))

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from conftest import DTYPES
+from layouts import FAR, assert_nothing_copied, room_for_far
 from reference import assert_no_worse_than_eager
 
 FP32, FP16, BF16 = DTYPES.values()
@@ -165,14 +166,6 @@ def test_ltx2_per_channel_rms_norm(k, device, dtype, layout):
 # ---- layouts ---------------------------------------------------------------------------------------------
 
 
-def assert_nothing_copied(function) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
-    names = {event.name for event in profile.events()}
-    assert any("ltx_kernels" in name for name in names), names
-    assert not names & {"aten::copy_", "aten::clone", "aten::contiguous", "aten::to"}, names
-
-
 IN_PLACE = {
     "every second image": lambda x: x[::2],
     "some channels": lambda x: x[:, 3:35],
@@ -215,14 +208,8 @@ def test_zero_size_inputs(k, device, dtype, layout, shape):
 
 def test_offsets_beyond_2_31_elements(k, device):
     """Two images far apart, and two channels; what lies between is never touched."""
-    far = 2**31 + 64
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 6 * 2**30:
-        pytest.skip("needs 6 GB of free GPU memory")
-    try:
-        memory = torch.empty(far + 4096, dtype=BF16, device=device)
-    except RuntimeError:
-        pytest.skip("no 4 GB to reserve")
-    for strides in ((far, 64, 64, 8, 1), (64, far, 64, 8, 1), (far, 1, 1024, 128, 16)):
+    memory = room_for_far(4096, device)
+    for strides in ((FAR, 64, 64, 8, 1), (64, FAR, 64, 8, 1), (FAR, 1, 1024, 128, 16)):
         x = torch.randn(2, 2, 1, 8, 8, device=device, dtype=BF16)
         moved = memory.as_strided(x.shape, strides).copy_(x)
         expected = k.pixel_norm_silu(as_layout(x, "contiguous" if strides[-1] == 1 else "channels_last"))

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from conftest import DTYPES, misaligned, outputs_of, same_bits
+from layouts import FAR, room_for_far
 from reference import assert_no_worse_than_eager, assert_rounded_once
 
 FP32, FP16, BF16 = DTYPES.values()
@@ -336,19 +337,13 @@ def test_flash_attention_289_view_with_strides_925200_3600_1(k, device, dtype):
 
 def test_row_offsets_beyond_2_31_elements(k, device):
     """flashinfer#3005: a q view whose offsets wrap in int32. Two rows far apart; what lies between is never touched."""
-    far = 2**31 + 64
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 6 * 2**30:
-        pytest.skip("needs 6 GB of free GPU memory")
-    try:
-        memory = torch.empty(far + 512, dtype=BF16, device=device)
-    except RuntimeError:
-        pytest.skip("no 4 GB to reserve")
+    memory = room_for_far(512, device)
     q = torch.randn(1, 2, 2, 64, device=device).to(BF16)
     cos, sin = make_table("shared", 1, 2, 1, 64, device, FP32, True)
     for dim in range(3):
         x = q.transpose(0, 1).contiguous() if dim == 0 else q
         strides = list(x.stride())
-        strides[dim] = far
+        strides[dim] = FAR
         view = memory.as_strided(x.shape, strides).copy_(x)
         rows = x.shape[1]
         expected = k.rope(x, cos[:rows], sin[:rows])
