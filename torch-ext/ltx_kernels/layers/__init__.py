@@ -5,6 +5,8 @@ forward it replaces. What an op does not take (float64, autocast where torch's d
 no backward) is computed by torch. A layer without a backward says so: kernelize leaves the stock module in training.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -114,6 +116,16 @@ class LayerNorm(nn.Module):
         return _layer_norm(self, input)
 
 
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gated_mlp(layer: nn.Module, x: Tensor, name: str, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """A function, because a Hub layer may not inherit members. `name` is what gated_activation calls `activation`."""
+    gate, up = layer.gate_proj(x), layer.up_proj(x)
+    return layer.down_proj(gated_activation(gate, up, name) if served(gate, up) else activation(gate) * up)
+
+
 class SwiGLUMLP(nn.Module):
     """`down_proj(silu(gate_proj(x)) * up_proj(x))`: Llama, Mistral, Qwen2 and Qwen3. The projections are called.
 
@@ -128,8 +140,7 @@ class SwiGLUMLP(nn.Module):
     down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(gated_activation(gate, up, "silu") if served(gate, up) else F.silu(gate) * up)
+        return _gated_mlp(self, x, "silu", F.silu)
 
 
 class GeGLUMLP(nn.Module):
@@ -146,10 +157,7 @@ class GeGLUMLP(nn.Module):
     down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if served(gate, up):
-            return self.down_proj(gated_activation(gate, up, "gelu_tanh"))
-        return self.down_proj(F.gelu(gate, approximate="tanh") * up)
+        return _gated_mlp(self, x, "gelu_tanh", _gelu_tanh)
 
 
 class GEGLU(nn.Module):
