@@ -1,11 +1,12 @@
 """The one schema of every measured result, and the environment that goes with it.
 
-{device, driver, torch, cuda, date, commit, library_sha256, command, rows: [{op, shape, dtype, candidate, us_p10,
-us_median, us_p90, bytes, copy_us, error_fp64, and where they apply us_min, reason, method}]}
+{device, driver, torch, cuda, date, commit, library_sha256, variant, command, rows: [{op, shape, dtype, candidate,
+us_p10, us_median, us_p90, bytes, copy_us, error_fp64, and where they apply us_min, reason, method}]}
 
-bytes: the fewest that the op must move (each input read once, each output written once). copy_us: the median of a copy
-of as many bytes in the same run. error_fp64: RMS error against fp64 relative to the RMS of the result. A candidate that
-could not be timed (absent, failed, wrong) is a row without times and with its `reason`.
+commit: what the library was built from. variant: its id, a digest of its sources. bytes: the fewest that the op must
+move (each input read once, each output written once). copy_us: the median of a copy of as many bytes in the same run.
+error_fp64: RMS error against fp64 relative to the RMS of the result. A candidate that could not be timed (absent,
+failed, wrong) is a row without times and with its `reason`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ ROW = {
     "error_fp64": (int, float, None),
 }
 OPTIONAL = {"us_min": (int, float), "reason": str, "method": str}
+OPTIONAL_HEADER = {"variant": str}  # results from before it was written have none
 TIMES = ("us_p10", "us_median", "us_p90")
 #: The ops of a row that is a model's, not one of a kind of its kernels.
 WORKLOAD = re.compile(r":(step|prefill|decode(\[[^:]*\])?|pipeline\[[^:]*\])$")
@@ -72,10 +74,9 @@ def problems(result: dict) -> list[str]:
     if not isinstance(result, dict):
         return ["the file holds no object"]
     found = [f"{key} is missing" for key in HEADER if key not in result]
-    found += [f"{key} is not of the schema" for key in result if key not in HEADER]
-    found += [
-        f"{key} is {result[key]!r}" for key, kind in HEADER.items() if key in result and not _is(result[key], kind)
-    ]
+    known = {**HEADER, **OPTIONAL_HEADER}
+    found += [f"{key} is not of the schema" for key in result if key not in known]
+    found += [f"{key} is {result[key]!r}" for key in known if key in result and not _is(result[key], known[key])]
     if found:
         return found
     if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", result["date"]):
@@ -164,15 +165,18 @@ def _output(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def commit(package) -> str:
-    """The commit that was measured: git's, else LTX_KERNELS_COMMIT, else what the variant was built from."""
-    if head := _output("git", "rev-parse", "HEAD"):
-        return head + ("-dirty" if _output("git", "status", "--porcelain", "-uno") else "")
+def commit(metadata: dict) -> str:
+    """The commit that was measured: LTX_KERNELS_COMMIT, else what the variant was built from, else git's.
+
+    git comes last: on a GPU host, .git may be a copy of an older state, or of none of what was copied there.
+    """
     if os.environ.get("LTX_KERNELS_COMMIT"):
         return os.environ["LTX_KERNELS_COMMIT"]
-    metadata = Path(package.__file__).parent / "metadata.json"
-    kernel = json.loads(metadata.read_text())["provenance"].get("kernel") if metadata.is_file() else None
-    return kernel["commit"] + ("-dirty" if kernel["dirty"] else "") if kernel else "unknown"
+    if kernel := metadata.get("provenance", {}).get("kernel"):
+        return kernel["commit"] + ("-dirty" if kernel["dirty"] else "")
+    if head := _output("git", "rev-parse", "HEAD"):
+        return head + ("-dirty" if _output("git", "status", "--porcelain", "-uno") else "")
+    return "unknown"
 
 
 def device_name(device: str) -> str:
@@ -191,7 +195,9 @@ def _relative(argument: str) -> str:
 
 
 def header(package, device: str) -> dict:
-    library = next(Path(package.__file__).parent.glob("*.abi3.so"), None)
+    variant = Path(package.__file__).parent
+    library, metadata = next(variant.glob("*.abi3.so"), None), variant / "metadata.json"
+    metadata = json.loads(metadata.read_text()) if metadata.is_file() else {}
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if device == "cuda" else ""
     return {
         "device": device_name(device),
@@ -199,8 +205,9 @@ def header(package, device: str) -> dict:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda or "none"),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit(package),
+        "commit": commit(metadata),
         "library_sha256": hashlib.sha256(library.read_bytes()).hexdigest() if library else "none",
+        "variant": metadata.get("id", "unknown"),
         "command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *map(_relative, sys.argv[1:])]),
         "rows": [],
     }

@@ -4,7 +4,8 @@
 #   benchmarks/gpu_slice.sh SECONDS micro.py --set rmsnorm
 #   benchmarks/gpu_slice.sh SECONDS e2e.py --model flux --parts step
 #
-# build/ must hold the CUDA variant (`make build-cuda`, on any machine). Peers (liger-kernel, quack, flashinfer), diffusers
+# build/ must hold the CUDA variant (`make build-cuda`, on any machine); its metadata says which commit was measured, so
+# build what is committed (LTX_KERNELS_COMMIT=<hash> overrides). Peers (liger-kernel, quack, flashinfer), diffusers
 # and transformers are taken where Python finds them: put them on PYTHONPATH. Each script writes its JSON to
 # benchmarks/results/<chip>/ after each problem; where OUT is set, all of that is packed into $OUT/results.tgz in the end
 # (one file: a host may send only a few home), an interrupted slice's too. The same slice again, with its JSON in place,

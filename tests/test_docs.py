@@ -244,7 +244,7 @@ def test_the_worked_example_builds_and_passes_its_test(tmp_path):
     tree = tmp_path / "ltx-kernels"
     (tree / "tests").mkdir(parents=True)
     copy_sources(tree, objects=True)
-    for name in ("conftest.py", "reference.py", "test_every_op.py"):
+    for name in ("conftest.py", "layouts.py", "reference.py", "test_every_op.py"):
         (tree / "tests" / name).write_text((ROOT / "tests" / name).read_text())
     for kind, file, anchor, code in edits("docs/kernel-templates.md"):
         path = tree / file

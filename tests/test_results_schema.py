@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -47,6 +48,26 @@ def test_every_committed_result_is_of_the_schema(path):
 
 def test_a_good_result_passes():
     assert not _results.problems(GOOD)
+    assert not _results.problems(changed(variant="_ltx_kernels_cuda_abc"))
+
+
+def test_the_commit_is_that_of_the_library_not_of_the_host(monkeypatch):
+    """A GPU host's .git was of another commit than the build that was copied there, and named in the results."""
+    monkeypatch.setattr(_results, "_output", lambda *command: "" if "status" in command else "b" * 40)
+    monkeypatch.delenv("LTX_KERNELS_COMMIT", raising=False)
+    built = {"provenance": {"kernel": {"commit": "a" * 40, "dirty": False}}}
+    assert _results.commit(built) == "a" * 40
+    built["provenance"]["kernel"]["dirty"] = True
+    assert _results.commit(built) == "a" * 40 + "-dirty"
+    assert _results.commit({"provenance": {}}) == _results.commit({}) == "b" * 40
+    monkeypatch.setenv("LTX_KERNELS_COMMIT", "c" * 40)
+    assert _results.commit(built) == "c" * 40
+
+
+def test_the_header_names_the_variant_that_was_loaded(k):
+    header = _results.header(k, "cpu")
+    assert header["variant"] == json.loads((Path(k.__file__).parent / "metadata.json").read_text())["id"]
+    assert not _results.problems({**header, "rows": GOOD["rows"]})
 
 
 def changed(**values):
@@ -63,6 +84,7 @@ BAD = {
     "a key is missing": {key: value for key, value in GOOD.items() if key != "driver"},
     "a key too many": changed(comment="fast"),
     "a date in words": changed(date="yesterday"),
+    "a variant in numbers": changed(variant=7),
     "no digest": changed(library_sha256="abc"),
     "a row lacks its error": changed(rows=[{k: v for k, v in GOOD["rows"][0].items() if k != "error_fp64"}]),
     "a row with a key too many": changed_row(gbps=3000),
