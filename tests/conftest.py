@@ -118,7 +118,7 @@ def no_more_gpu_memory():
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-# ---- LTX-Video and LTX-2, injected
+# ---- injected models
 
 
 @pytest.fixture(params=["ltx_video", "ltx2"])
@@ -135,6 +135,15 @@ def ltx():
     from ltx_models import run
 
     model, inputs = tiny_models.ltx_video(layers=3), tiny_models.ltx_video_inputs()
+    return model, inputs, run(model, inputs)
+
+
+@pytest.fixture
+def flux():
+    """(model, inputs, stock's output) of FLUX.1."""
+    from tiny_diffusers import FAMILIES, run
+
+    model, inputs = FAMILIES["flux"].build(), FAMILIES["flux"].inputs()
     return model, inputs, run(model, inputs)
 
 

@@ -8,28 +8,10 @@ import pytest
 import tiny_models
 import torch
 from ltx_models import MODELS, blocks, differences, lora, run, to
+from tiny_models import Graphs
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-class Graphs:
-    """A backend that keeps the graphs and runs them eagerly."""
-
-    def __init__(self):
-        self.graphs = []
-
-    def __call__(self, graph, inputs):
-        self.graphs.append(graph)
-        return graph.forward
-
-    def ops(self) -> list[str]:
-        return [
-            str(node.target).split(".")[1]
-            for graph in self.graphs
-            for node in graph.graph.nodes
-            if str(node.target).startswith("_ltx_kernels_")
-        ]
 
 
 @pytest.mark.parametrize("order", ["inject_first", "compile_first"])

@@ -415,3 +415,16 @@ FAMILIES = {
         {"ada_norm": 4, "residual_ada_norm": 4, "gated_residual": 3, "qk_norm_rope": 4, "activate": 4, "rms_norm": 10},
     ),
 }
+
+
+def run(model: nn.Module, inputs: dict) -> torch.Tensor:
+    with torch.no_grad():
+        result = model(**inputs)[0]
+    return torch.stack(result) if isinstance(result, list) else result
+
+
+def blocks_of(k, model: nn.Module) -> list[nn.Module]:
+    """The blocks that are fused, of an injected model."""
+    report = k.inject_optimized_kernels(model)
+    names = [entry.name for entry in report.injected if entry.kind == "transformer_block"]
+    return [model.get_submodule(name) for name in names]

@@ -32,6 +32,22 @@ def count(function, *args, **kwargs) -> Counter:
     return ops.calls
 
 
+class Graphs:
+    """A backend of torch.compile that keeps the graphs and runs them as they are."""
+
+    def __init__(self):
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append(graph)
+        return graph.forward
+
+    def ops(self) -> list[str]:
+        """This package's, in all graphs."""
+        nodes = (str(node.target) for graph in self.graphs for node in graph.graph.nodes)
+        return [name.split(".")[1] for name in nodes if name.startswith("_ltx_kernels_")]
+
+
 def relative(result: torch.Tensor, reference: torch.Tensor) -> float:
     """RMS of the difference over the RMS of the reference."""
     result, reference = result.double(), reference.double()
