@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from _cases import OPS
+from benchmark_rmsnorm import CLASSIC
 
 BF16, FP16, FP32 = "bf16", "fp16", "fp32"
 DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32}
@@ -57,8 +58,7 @@ def rmsnorm() -> list[Problem]:
 
 def classic() -> list[Problem]:
     """The table of benchmark_rmsnorm.py."""
-    shapes = ((1, 1024, 2048), (2, 1024, 2048), (4, 1024, 2048), (2, 4096, 3072), (4, 4096, 3072))
-    return [Problem("rms_norm", shape) for shape in shapes]
+    return [Problem("rms_norm", shape) for shape in CLASSIC]
 
 
 def ops() -> list[Problem]:
