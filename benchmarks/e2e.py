@@ -17,8 +17,8 @@ accuracy  a model of true width and four blocks in bf16 against fp32 without TF3
 
 Configurations, in turns: stock, injected, compiled (`compile_repeated_blocks(fullgraph=True)`; a language model as a
 whole, decoding with CUDA graphs), injected_compiled, and injected_graph, a CUDA graph of the injected model. One that
-fails is a row with its reason. Each model has its JSON, written after each part; the same command goes on where it
-stopped. Without a GPU the models are tiny.
+fails is a row with its reason. Each model has its JSON, written after each part, on Ctrl-C with what there is of one.
+The same command goes on where it stopped. The last table is that of summary.py. Without a GPU the models are tiny.
 """
 
 from __future__ import annotations
