@@ -10,6 +10,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -237,14 +238,13 @@ def edits(document: str) -> list[tuple[str, str, str, str]]:
     return re.findall(pattern, text, re.DOTALL | re.MULTILINE)
 
 
-def test_the_worked_example_builds_and_passes_its_test(tmp_path):
-    build_variant = pytest.importorskip("build_variant")
-    if build_variant.default_backend() != "cpu":
-        pytest.skip("it is built for the CPU, which a CUDA torch does not load")
-    tree = tmp_path / "ltx-kernels"
+@pytest.fixture(scope="module")
+def worked_example(tmp_path_factory) -> Path:
+    """A copy of the tree with the page applied."""
+    tree = tmp_path_factory.mktemp("worked") / "ltx-kernels"
     (tree / "tests").mkdir(parents=True)
     copy_sources(tree, objects=True)
-    for name in ("conftest.py", "layouts.py", "reference.py", "test_every_op.py"):
+    for name in ("conftest.py", "layouts.py", "reference.py", "test_every_op.py", "test_package.py"):
         (tree / "tests" / name).write_text((ROOT / "tests" / name).read_text())
     for kind, file, anchor, code in edits("docs/kernel-templates.md"):
         path = tree / file
@@ -260,16 +260,15 @@ def test_the_worked_example_builds_and_passes_its_test(tmp_path):
         else:
             lines.append(("\n\n" if kind == "append" else "") + code)
         path.write_text("".join(lines))
-    try:
-        build_variant.build(build_variant.Project(tree), "cpu", tree / "build")
-    except build_variant.BuildError as error:
-        if "install" in str(error):
-            pytest.skip(f"cannot build here: {error}")
-        raise
+    return tree
+
+
+def pytest_in(tree: Path, *arguments: str) -> str:
+    """What pytest prints of the tests of another tree; it must pass, and run something."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
     environment = {n: v for n, v in os.environ.items() if n != "LOCAL_KERNELS"}
     done = subprocess.run(
-        [*command, "--rootdir", str(tree), str(tree / "tests"), "-k", "modulate or table"],
+        [*command, "-o", f"pythonpath={ROOT / 'scripts'}", "--rootdir", str(tree), *arguments],
         cwd=tree,
         env=environment,
         capture_output=True,
@@ -278,3 +277,61 @@ def test_the_worked_example_builds_and_passes_its_test(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+    return done.stdout
+
+
+def test_the_worked_example_builds_and_passes_its_test(worked_example):
+    build_variant = pytest.importorskip("build_variant")
+    if build_variant.default_backend() != "cpu":
+        pytest.skip("it is built for the CPU, which a CUDA torch does not load")
+    try:
+        build_variant.build(build_variant.Project(worked_example), "cpu", worked_example / "build")
+    except build_variant.BuildError as error:
+        if "install" in str(error):
+            pytest.skip(f"cannot build here: {error}")
+        raise
+    pytest_in(worked_example, "tests", "-k", "modulate or table")
+
+
+def test_the_worked_example_keeps_the_rules_of_the_sources(worked_example):
+    """Every file is listed, every kernel waits, only stable headers, as the page says."""
+    pytest.importorskip("build_variant")
+    rules = "listed or exists or kernel_waits or stable_torch_headers or x86_only or python_39 or imports_only"
+    pytest_in(worked_example, "tests/test_package.py", "-k", rules)
+
+
+def test_the_worked_example_compiles_for_a_gpu(worked_example, tmp_path):
+    build_variant = pytest.importorskip("build_variant")
+    try:
+        nvcc = build_variant.Nvcc.find()
+    except build_variant.BuildError as error:
+        pytest.skip(f"cannot compile for a GPU here: {error}")
+    project, name = build_variant.Project(worked_example), "kernel_src/modulate/modulate.cu"
+    units = [unit for unit in project.units("cuda") if unit.source == name]
+    plan = tmp_path / "build.ninja"
+    plan.write_text(
+        build_variant.ninja_file(project, "cuda", "_ops", units, tmp_path, build_variant.Torch.find(), nvcc)
+    )
+    target = str(tmp_path / "objects" / f"{name}.o")
+    command = [build_variant.ninja(), "-C", str(worked_example), "-f", str(plan), target]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_worked_example_passes_make_lint(worked_example):
+    """In step 7 the reader runs it."""
+    tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    ruff, clang_format = (shutil.which(name, path=tools) for name in ("ruff", "clang-format"))
+    if ruff is None or clang_format is None:
+        pytest.skip("ruff and clang-format are not both installed")
+    files = {file for _, file, _, _ in edits("docs/kernel-templates.md")}
+    python = sorted(file for file in files if file.endswith(".py"))
+    native = sorted(file for file in files if Path(file).suffix in (".cu", ".cpp", ".h"))
+    settings = ["--no-cache", "--config", str(ROOT / "pyproject.toml")]
+    for command in (
+        [clang_format, f"--style=file:{ROOT / '.clang-format'}", "--dry-run", "-Werror", *native],
+        [ruff, "check", *settings, *python],
+        [ruff, "format", "--check", *settings, *python],
+    ):
+        done = subprocess.run(command, cwd=worked_example, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
