@@ -242,10 +242,9 @@ def edits(document: str) -> list[tuple[str, str, str, str]]:
 def worked_example(tmp_path_factory) -> Path:
     """A copy of the tree with the page applied."""
     tree = tmp_path_factory.mktemp("worked") / "ltx-kernels"
-    (tree / "tests").mkdir(parents=True)
+    for folder in ("benchmarks", "tests"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
     copy_sources(tree, objects=True)
-    for name in ("conftest.py", "layouts.py", "reference.py", "test_every_op.py", "test_package.py"):
-        (tree / "tests" / name).write_text((ROOT / "tests" / name).read_text())
     for kind, file, anchor, code in edits("docs/kernel-templates.md"):
         path = tree / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -263,14 +262,18 @@ def worked_example(tmp_path_factory) -> Path:
     return tree
 
 
+def without_local_kernels() -> dict[str, str]:
+    """The environment in which a tree loads its own build/."""
+    return {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"}
+
+
 def pytest_in(tree: Path, *arguments: str) -> str:
     """What pytest prints of the tests of another tree; it must pass, and run something."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
-    environment = {n: v for n, v in os.environ.items() if n != "LOCAL_KERNELS"}
     done = subprocess.run(
         [*command, "-o", f"pythonpath={ROOT / 'scripts'}", "--rootdir", str(tree), *arguments],
         cwd=tree,
-        env=environment,
+        env=without_local_kernels(),
         capture_output=True,
         text=True,
         check=False,
@@ -290,7 +293,13 @@ def test_the_worked_example_builds_and_passes_its_test(worked_example):
         if "install" in str(error):
             pytest.skip(f"cannot build here: {error}")
         raise
-    pytest_in(worked_example, "tests", "-k", "modulate or table")
+    tests = ("test_modulate.py", "test_modulate_injected.py", "test_every_op.py", "test_hub_benchmark.py")
+    pytest_in(worked_example, *(f"tests/{name}" for name in tests), "-k", "modulate or in_the_table or has_a_workload")
+    micro = ["--op", "modulate", "--shape", "2,96,256", "--dtype", "fp32", "--peer", "eager", "--out", "micro.json"]
+    command = [sys.executable, "benchmarks/micro.py", *micro]
+    subprocess.run(command, cwd=worked_example, env=without_local_kernels(), check=True)
+    rows = json.loads((worked_example / "micro.json").read_text())["rows"]
+    assert {row["candidate"] for row in rows if row["us_median"]} == {"copy", "eager", "ours"}, rows
 
 
 def test_the_worked_example_keeps_the_rules_of_the_sources(worked_example):
