@@ -7,6 +7,7 @@ CPU. A block that cannot says why in its first line: `# not run: needs the Hub`.
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -100,12 +101,21 @@ def test_python_runs(k, document, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+#: Of languages other than these a block must be an edit of the worked example, which is applied and run.
+LANGUAGES = ("python", "bash", "toml")
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_reasons_are_sentences_and_text_blocks_hide_no_python(document):
-    for line, language, code in blocks(document):
+def test_no_block_escapes(document):
+    """Every fence belongs to a block that is found, and no other language hides Python from READER."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    found = blocks(document)
+    assert len(re.findall(r"^\s*(?:```|~~~)", text, re.MULTILINE)) == 2 * len(found)
+    applied = {code for _, _, _, code in edits(document)}
+    for line, language, code in found:
+        assert language in LANGUAGES or code in applied, f"{document}:{line}: {language!r}, and nothing applies it"
         reason = reason_not_to_run(code)
         assert reason is None or len(reason.split()) >= 2, f"{document}:{line}: {reason!r} is no reason"
-        assert language, f"{document}:{line}: a block without a language; `text` is one"
 
 
 # ---- links, files, commands
@@ -174,6 +184,29 @@ def test_named_commands_exist(document):
             options = [w.split("=")[0] for w in words[words.index(script) + 1 :] if w.startswith("--")]
             problems += [f"{script} {o}" for o in options if f'"{o}"' not in (ROOT / script).read_text()]
     assert not problems
+
+
+def test_benchmarks_take_the_arguments_that_documents_give_them(monkeypatch):
+    """In shell blocks and in `backticks`: their own parsers know the sets, models, ops and parts that are named."""
+    pytest.importorskip("diffusers")
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parsers = {name: importlib.import_module(name).arguments for name in ("micro", "e2e")}
+    problems, parsed = [], 0
+    for document in DOCUMENTS:
+        if document == "docs/kernel-templates.md":
+            continue  # of an op that only the worked example has, and that runs it
+        inline = [code.split() for code in re.findall(r"`([^`\n]+)`", prose(document))]
+        for words in commands(document) + inline:
+            at = next((i for i, word in enumerate(words) if Path(word).name in ("micro.py", "e2e.py")), None)
+            if at is None or at + 1 == len(words):
+                continue
+            parsed += 1
+            try:
+                parsers[Path(words[at]).stem](words[at + 1 :])
+            except SystemExit:
+                problems.append(f"{document}: {' '.join(words)}")
+    assert parsed > 20 and not problems
 
 
 def test_docs_are_in_the_index():
@@ -267,8 +300,8 @@ def without_local_kernels() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"}
 
 
-def pytest_in(tree: Path, *arguments: str) -> str:
-    """What pytest prints of the tests of another tree; it must pass, and run something."""
+def pytest_in(tree: Path, *arguments: str) -> None:
+    """Tests of another tree: some run, and all of them pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
     done = subprocess.run(
         [*command, "-o", f"pythonpath={ROOT / 'scripts'}", "--rootdir", str(tree), *arguments],
@@ -280,7 +313,11 @@ def pytest_in(tree: Path, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
-    return done.stdout
+
+
+def test_the_worked_example_has_all_its_edits():
+    kinds = [kind for kind, _, _, _ in edits("docs/kernel-templates.md")]
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"new": 6, "append": 3, "before": 7, "after": 9}
 
 
 def test_the_worked_example_builds_and_passes_its_test(worked_example):
