@@ -261,6 +261,40 @@ def test_readme_numbers_are_those_measured():
             assert line == key + cells, f"{path}: README.md should have\n| {' | '.join(key + cells)} |"
 
 
+#: What a row of the guides' tables of registers stands for, in the names of ptxas.tsv.
+_OF_BF16 = r"<__nv_bfloat16, __nv_bfloat16, "
+_RMS = r"\(ltx_kernels::Statistic\)1, "
+REGISTERS = {
+    "norm, RMS with a weight, bf16, 2 vectors": rf"::norm_fast_kernel{_OF_BF16}{_RMS}1u, 2, 1, false>",
+    "norm, gated residual with scale, shift and tables, bf16, 1 vector": (
+        rf"::norm_fast_kernel{_OF_BF16}{_RMS}60u, 1, 1, false>"
+    ),
+    "norm, all combinations": "::norm_fast_kernel<",
+    "norm, general": "::norm_general_kernel<",
+    "RMSNorm backward": "::norm_backward_kernel<",
+    "RMSNorm backward without copies ahead": "::norm_backward_long_kernel<",
+    "RoPE, norm across heads, interleaved, bf16, 2 rows": rf"::rope_fast_kernel{_OF_BF16}float, true, {_RMS}2, 1>",
+    "RoPE, all combinations": "::rope_fast_kernel<",
+    "RoPE, general": "::rope_general_kernel<",
+    "gated activations": "::glu_kernel<",
+    "pixel norm": "::pixel_norm_kernel<",
+}
+
+
+@pytest.mark.parametrize(("chip", "arch"), [("h100", "sm_90"), ("a100", "sm_80"), ("t4", "sm_75")])
+def test_registers_of_the_guides_are_those_of_the_report(chip, arch):
+    ptxas_report = pytest.importorskip("ptxas_report")
+    rows = [r for r in ptxas_report.read(ROOT / "benchmarks" / "results" / "ptxas.tsv") if r["arch"] == arch]
+    assert rows and not ptxas_report.spills(rows)  # as the guides say
+    table = "| Kernel | Registers |\n| --- | --- |\n"
+    for label, pattern in REGISTERS.items():
+        counts = [int(r["registers"]) for r in rows if re.search(pattern, r["kernel"])]
+        low, high = min(counts), max(counts)
+        table += f"| {label} | {low if low == high else f'{low}-{high}'} |\n"
+    document = f"docs/{chip}-optimization-guide.md"
+    assert table in (ROOT / document).read_text(encoding="utf-8"), f"{document} should have\n{table}"
+
+
 # ---- the worked example of kernel-templates.md
 
 
