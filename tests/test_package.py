@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REPO_ID, ROOT, VERSION
 
 build_variant = pytest.importorskip("build_variant", reason="scripts/ is not there (a Nix build has only tests/)")
@@ -245,7 +246,7 @@ def test_flake_lock_is_the_lock_of_flake_nix():
     assert "path = ./.;" in flake and "genKernelFlakeOutputs" in flake
 
 
-def test_card_renders():
+def test_card_renders_and_its_python_runs(k):
     minijinja = pytest.importorskip("minijinja", reason="minijinja renders CARD.md as kernel-builder does")
     functions = [n for n in public_names() if n != "layers"]
     layer_file = next((p for p in (PACKAGE / "layers" / "__init__.py", PACKAGE / "layers.py") if p.is_file()), None)
@@ -271,8 +272,12 @@ def test_card_renders():
     for name in functions + layers:
         assert f"- `{name}`\n" in body
     assert "{{" not in card and "{%" not in card
-    for snippet in re.findall(r"```python\n(.*?)```", body, re.DOTALL):
-        ast.parse(snippet)
+    snippets = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
+    assert len(snippets) == 2
+    namespace = {"pipeline": torch.nn.Sequential(torch.nn.RMSNorm(64))}  # of the user, who has one
+    for snippet in snippets:
+        exec(snippet, namespace)
+    assert namespace["y"].shape == namespace["x"].shape and namespace["report"].counts == {"rms_norm": 1}
 
 
 def test_license_is_apache_2():
