@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import sys
@@ -215,6 +216,16 @@ def test_all_is_literal_and_true(k):
 def test_public_functions_are_documented(k):
     undocumented = [n for n in k.__all__ if callable(getattr(k, n)) and not (getattr(k, n).__doc__ or "").strip()]
     assert not undocumented
+
+
+def test_public_functions_have_types(k):
+    """Inline: stubs and py.typed are not installed."""
+    untyped = []
+    for function in (getattr(k, name) for name in k.__all__ if inspect.isfunction(getattr(k, name))):
+        signature = inspect.signature(function)
+        kinds = [signature.return_annotation, *(p.annotation for p in signature.parameters.values())]
+        untyped += [function.__name__] * (inspect.Signature.empty in kinds)
+    assert not untyped
 
 
 # ---- flake, card, licence
