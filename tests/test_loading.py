@@ -140,6 +140,34 @@ def test_hub_cache_offline(variant, changed_variant, tmp_path):
     assert "too new for environment Torch" in result["no_variant"]
 
 
+@pytest.mark.parametrize(
+    ("system", "said"),
+    [
+        ('torch.version.cuda, torch.version.hip = None, "7.0"', "does not match selected backend (rocm70)"),
+        ('torch.version.cuda, torch.version.xpu = None, "202503"', "does not match selected backend (xpu"),
+        ('platform.system = lambda: "Windows"', "windows"),
+    ],
+    ids=["rocm", "xpu", "windows"],
+)
+def test_a_system_without_a_variant_is_told_so(variant, system, said):
+    """As the README's limits say. `kernels` asks torch and the platform what the system is."""
+    result = scenario(
+        f"""
+        import platform
+        {system}
+        os.environ["LOCAL_KERNELS"] = f"org/ltx-kernels={{sys.argv[1]}}"
+        result = {{
+            "has": kernels.has_kernel("org/ltx-kernels", version=1),
+            "error": refused(lambda: kernels.get_kernel("org/ltx-kernels", version=1)),
+        }}
+        """,
+        variant.parent.parent,
+    )
+    assert result["has"] is False
+    assert result["error"].startswith("FileNotFoundError: Cannot find a build variant")
+    assert said in result["error"]
+
+
 @contextlib.contextmanager
 def hub_server(repo_id: str, variant: Path, trusted: bool):
     """The few pages of the Hub that a kernel download asks for, on a loopback port."""
