@@ -10,6 +10,7 @@ streams.py puts off what a block does with its residual stream, heads.py what an
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from typing import Any, Callable, Optional, Union
 
@@ -94,24 +95,29 @@ def value(x: Any) -> Any:
 class Defer(ast.NodeTransformer):
     """Hands the operations of a forward to helpers; here the rule for all others: they get tensors."""
 
-    @classmethod
-    def value(cls, node: ast.expr) -> ast.expr:
+    answered: tuple[str, ...] = ()  # methods that a deferred value has itself
+
+    @staticmethod
+    def value(node: ast.expr) -> ast.expr:
         if isinstance(node, ast.Starred):
-            return ast.Starred(cls.value(node.value), node.ctx)
-        return call("_ltx_value", node) if cls.may_be_deferred(node) else node
+            return ast.Starred(Defer.value(node.value), node.ctx)
+        return call("_ltx_value", node)
 
     @classmethod
-    def may_be_deferred(cls, node: ast.expr) -> bool:
-        if isinstance(node, ast.Subscript):
-            return cls.may_be_deferred(node.value)
-        if isinstance(node, ast.Call):  # of a helper, or one of the methods that a deferred value has itself
+    def may_be_deferred(cls, node: ast.expr, names: set[str]) -> bool:
+        """Whether what an expression gives may be, where what `names` hold may be."""
+        if isinstance(node, ast.Name):
+            return node.id in names
+        if isinstance(node, ast.Call):  # of a helper, or of a method that a deferred value has itself
             function = node.func
             if isinstance(function, ast.Name):
                 return function.id.startswith("_ltx_") and function.id != "_ltx_value"
-            return function.attr in cls.answered or getattr(function.value, "id", "").startswith("_ltx_")
-        return isinstance(node, (ast.Name, ast.IfExp, ast.Tuple, ast.List))
-
-    answered: tuple[str, ...] = ()
+            of = getattr(function, "value", None)
+            is_answered = getattr(function, "attr", "") in cls.answered and cls.may_be_deferred(of, names)
+            return is_answered or getattr(of, "id", "").startswith("_ltx_")
+        if isinstance(node, (ast.Attribute, ast.BinOp, ast.Compare, ast.UnaryOp)):
+            return False
+        return any(cls.may_be_deferred(child, names) for child in ast.iter_child_nodes(node))
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -151,8 +157,43 @@ class Defer(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return node  # a function within the forward gets tensors, see below
 
-    def body_of(self, tree: ast.FunctionDef) -> None:
+    def body_of(self, tree: ast.FunctionDef, arguments: bool) -> None:
+        """`arguments`: those of the forward may be deferred."""
         tree.body = [self.visit(statement) for statement in tree.body]
+        asked = _Ask(functools.partial(self.may_be_deferred, names=self._names(tree, arguments)))
+        tree.body = [asked.visit(statement) for statement in tree.body]
+
+    def _names(self, tree: ast.FunctionDef, arguments: bool) -> set[str]:
+        """Names that may hold what is deferred."""
+        parameters = (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs, tree.args.vararg)
+        names = {parameter.arg for parameter in parameters if parameter and arguments}
+        given = []  # (what binds names, to what)
+        for node in _own_nodes(tree):
+            if isinstance(node, ast.Assign):
+                given += [(target, node.value) for target in node.targets]
+            elif isinstance(node, (ast.For, ast.comprehension)):
+                given.append((node.target, node.iter))
+        while True:
+            bound = [target for target, of in given if self.may_be_deferred(of, names)]
+            found = {node.id for target in bound for node in ast.walk(target) if isinstance(node, ast.Name)}
+            if found <= names:
+                return names
+            names |= found
+
+
+class _Ask(ast.NodeTransformer):
+    """Asks for the tensor of no expression that is never deferred: sizes, masks, what has been asked for before."""
+
+    def __init__(self, may_be_deferred: Callable[[ast.expr], bool]):
+        self.may_be_deferred = may_be_deferred
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        is_asked = isinstance(node.func, ast.Name) and node.func.id == "_ltx_value"
+        return node.args[0] if is_asked and not self.may_be_deferred(node.args[0]) else node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
 
 
 _NOT_FOLLOWED = (ast.AnnAssign, ast.AugAssign, ast.Await, ast.Dict, ast.Lambda, ast.NamedExpr, ast.Try, ast.Yield)
@@ -176,8 +217,11 @@ def _own_nodes(tree: ast.FunctionDef) -> Iterator[ast.AST]:
             nodes += ast.iter_child_nodes(node)
 
 
-def deferred_tree(function: Callable, defer: Defer) -> Union[ast.FunctionDef, str]:
-    """The tree of a function of a library with its operations handed to helpers, or why not."""
+def deferred_tree(function: Callable, defer: Defer, arguments: bool = False) -> Union[ast.FunctionDef, str]:
+    """The tree of a function of a library with its operations handed to helpers, or why not.
+
+    `arguments`: it may be called with deferred ones.
+    """
     tree = parsed(function)
     if isinstance(tree, str):
         return tree
@@ -191,7 +235,7 @@ def deferred_tree(function: Callable, defer: Defer) -> Union[ast.FunctionDef, st
     if other or innermost(function).__code__.co_cellvars:  # a function within the forward that uses its variables
         what = other[0] if other else "closure"
         return f"its {tree.name} holds what this package does not follow ({what})"
-    defer.body_of(tree)
+    defer.body_of(tree, arguments)
     return tree
 
 

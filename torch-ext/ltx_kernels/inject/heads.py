@@ -396,7 +396,7 @@ _followed: dict[Callable, Callable] = {}
 def _follow(module: str) -> None:
     for name in _FOLLOWED:
         function = getattr(sys.modules[module], name, None)
-        tree = deferred_tree(function, _DeferHeads(within=True)) if is_of(function, module) else ""
+        tree = deferred_tree(function, _DeferHeads(within=True), arguments=True) if is_of(function, module) else ""
         if not isinstance(tree, str):
             tree.args.args.insert(0, ast.arg("_ltx_step"))
             _followed[function] = recompiled(function, tree, _ltx_divide=divide, _ltx_value=value)

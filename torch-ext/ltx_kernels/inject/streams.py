@@ -332,10 +332,10 @@ def _method(stock: Callable, tree: ast.FunctionDef) -> Callable:
 
 @functools.cache  # one forward for all instances of a class that have the same parts: they compile once
 def _forward(
-    stock: Callable, kind: str, methods: tuple[Callable, ...], modules: frozenset[str]
+    stock: Callable, kind: str, methods: tuple[Callable, ...], modules: frozenset[str], arguments: bool
 ) -> Union[Callable, str]:
     defer = _DeferStream(tuple(method.__name__ for method in methods), modules)
-    trees = [deferred_tree(function, defer) for function in (stock, *methods)]
+    trees = [deferred_tree(stock, defer, arguments), *(deferred_tree(method, defer, True) for method in methods)]
     for tree in trees:
         if isinstance(tree, str):
             return tree
@@ -356,6 +356,7 @@ def plan(kind: str, is_deferred: Callable[[type], bool], *followed: str) -> Call
         modules = frozenset(n for n, cls in children if know_norm(cls) or cls is nn.GELU or is_deferred(cls))
         cls = type(module)
         methods = (getattr(cls, name) for name in followed)
-        return _forward(cls.forward, kind, tuple(m for m in methods if is_of(m, cls.__module__)), modules)
+        followed_methods = tuple(method for method in methods if is_of(method, cls.__module__))
+        return _forward(cls.forward, kind, followed_methods, modules, arguments=is_deferred(cls))
 
     return plan_of
