@@ -151,3 +151,9 @@ def flux():
 def inner(k):
     """inner("blocks"): a module of the loaded package's inject folder."""
     return lambda name: sys.modules[f"{k.__name__}.inject.{name}"]
+
+
+@pytest.fixture
+def any_size(monkeypatch, inner):
+    """Compiled models of diffusers run the ops on tiny tensors as well."""
+    monkeypatch.setattr(inner("diffusers"), "COMPILED_ELEMENTS", 0)

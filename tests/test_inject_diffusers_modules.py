@@ -233,7 +233,7 @@ GRAPHS = {"sdxl": 1, "flux": 3, "wan2.1": 1, "hunyuan_video": 6, "qwen_image": 1
 
 
 @pytest.mark.parametrize("name, order", [*((name, "inject_first") for name in GRAPHS), ("flux", "compile_first")])
-def test_compile_repeated_blocks_fullgraph(k, name, order):
+def test_compile_repeated_blocks_fullgraph(k, any_size, name, order):
     family = FAMILIES[name]
     torch._dynamo.reset()
     model = family.build()
@@ -252,7 +252,7 @@ def test_compile_repeated_blocks_fullgraph(k, name, order):
 
 
 @pytest.mark.parametrize("name", ["sd3.5", "cogvideox", "lumina2"])
-def test_compile_a_block_fullgraph(k, name):
+def test_compile_a_block_fullgraph(k, any_size, name):
     """Of the models whose blocks diffusers does not compile alone."""
     family = FAMILIES[name]
     torch._dynamo.reset()
@@ -266,7 +266,7 @@ def test_compile_a_block_fullgraph(k, name):
 
 
 @pytest.mark.parametrize("name", ["flux", "wan2.1", "sdxl"])
-def test_compiled_with_inductor(k, device, name):
+def test_compiled_with_inductor(k, any_size, device, name):
     if device == "cpu" and name != "sdxl":
         pytest.skip("half a minute for inductor on a CPU; sdxl is tested there")
     family = FAMILIES[name]
@@ -276,3 +276,29 @@ def test_compiled_with_inductor(k, device, name):
     k.inject_optimized_kernels(model)
     model.compile_repeated_blocks(fullgraph=True)
     assert relative(run(model, family.inputs(device)), expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["sdxl", "flux", "wan2.1"])
+def test_small_compiled_blocks_are_those_of_stock(k, name):
+    """Inductor gets the expressions that it fuses itself, and hardly more is looked at before each call."""
+    family = FAMILIES[name]
+    guards, nodes = {}, {}
+    for injected in (False, True):
+        torch._dynamo.reset()
+        model = family.build()
+        expected = run(model, family.inputs())
+        if injected:
+            k.inject_optimized_kernels(model)
+        backend, counts = Graphs(), []
+
+        def count_guards(entries, counts=counts):
+            counts.append(len(entries))
+            return [True] * len(entries)
+
+        model.compile_repeated_blocks(fullgraph=True, backend=backend, options={"guard_filter_fn": count_guards})
+        assert relative(run(model, family.inputs()), expected) < 1e-6
+        guards[injected] = sum(counts)
+        computed = (node for graph in backend.graphs for node in graph.graph.nodes if node.op != "placeholder")
+        nodes[injected] = [str(node.target) for node in computed]
+    assert nodes[True] == nodes[False]
+    assert guards[True] <= 1.25 * guards[False]

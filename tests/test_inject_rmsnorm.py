@@ -118,7 +118,7 @@ def test_gradients_are_those_of_stock(k, device, norm):
         assert relative(result, expected) < 1e-5
 
 
-def test_compiles_fullgraph(k, norm):
+def test_compiles_fullgraph(k, any_size, norm):
     k.patch_rmsnorm(norm)
     compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
     x = torch.randn(6, 48)
@@ -447,7 +447,7 @@ def test_a_foreign_forward_is_left_alone_and_reported(k):
     assert torch.equal(module(torch.zeros(2, 16)), torch.ones(2, 16))
 
 
-def test_a_compiled_module_notices(k):
+def test_a_compiled_module_notices(k, any_size):
     """compile() first, inject later, remove later still."""
     torch._dynamo.reset()
 

@@ -31,7 +31,7 @@ def stock_only() -> bool:
     follows sizes as tensors, where we count with them.
     """
     is_other = torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
-    return is_other or is_transformed() or torch.jit.is_tracing()
+    return is_other or is_transformed() or torch._C._get_tracing_state() is not None
 
 
 def taken(x: Any) -> bool:

@@ -184,6 +184,7 @@ class Step:
     def __init__(self, conventions: tuple, own_convention: Optional[Callable]):
         self.pending: list[Heads] = []
         self.projections: list[Projected] = []
+        self.is_compiled = torch.compiler.is_compiling()
         self.conventions = conventions  # (function, its convention)
         self.own_convention = own_convention  # of a function that is defined within the processor
         self.made_from: tuple = ()
@@ -203,7 +204,7 @@ class Step:
     # What the operations of a processor become.
 
     def project(self, linear: Any, x: Any) -> Any:
-        if type(linear) is not nn.Linear or torch.compiler.is_compiling() or not is_packed(linear):
+        if self.is_compiled or type(linear) is not nn.Linear or not is_packed(linear):
             return linear(value(x))
         projected = Projected(self, value(x), linear)
         self.projections.append(projected)
@@ -211,7 +212,7 @@ class Step:
 
     def follow(self, function: Callable, *args: Any, **options: Any) -> Any:
         """A function of the library that makes the projections."""
-        followed = None if torch.compiler.is_compiling() else _followed.get(function)
+        followed = None if self.is_compiled else _followed.get(function)
         return function(*value(args), **options) if followed is None else followed(self, *args, **options)
 
     def norm(self, norm: Any, x: Any) -> Any:

@@ -24,7 +24,7 @@ def is_transformed() -> bool:
     """Within a transform of torch.func or forward-mode AD, for which our ops have no rules."""
     if forward_ad._current_level >= 0:
         return True
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling()
 
 
 def is_dense(x: Tensor) -> bool:
@@ -167,15 +167,18 @@ def norm_arguments(norm: nn.Module, dtype: torch.dtype, width: int) -> Optional[
     kind, forward = _known.get(cls, (None, None))
     if kind is None or cls.forward is not forward or not is_plain(norm, cls):
         return None
-    if getattr(norm, "normalized_shape", (width,)) != (width,) or norm._buffers:
+    own = norm.__dict__
+    if own.get("normalized_shape", (width,)) != (width,) or norm._buffers:
         return None
-    parameters, others, eps = norm._parameters, norm.__dict__, norm.eps  # FSDP makes them plain attributes
-    weight, bias = (parameters.get(name, others.get(name)) for name in ("weight", "bias"))
+    parameters = norm._parameters
+    weight = parameters.get("weight", own.get("weight"))  # FSDP makes them plain attributes
+    bias = parameters.get("bias", own.get("bias"))
     for parameter in (weight, bias):
         if parameter is not None:
             known_dtype = parameter.dtype is dtype or (kind.any_weight and parameter.dtype in FLOATS)
             if parameter.dim() != 1 or not known_dtype:
                 return None
+    eps = norm.eps
     if eps is None:  # torch.nn.RMSNorm: that of the dtype it computes in
         eps = torch.finfo(torch.float32).eps
     return {"weight": weight, "bias": bias, "eps": eps, "norm": kind.statistic}

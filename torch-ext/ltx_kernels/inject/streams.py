@@ -58,6 +58,11 @@ def _source(x: Any) -> Any:
     return x.x if isinstance(x, Upcast) else x
 
 
+def _read(x: Any) -> Any:
+    """The tensor that our op reads for x."""
+    return x if x is None or type(x) is Tensor else value(_source(x))
+
+
 class OnePlus(Deferred):
     """1 + scale"""
 
@@ -123,18 +128,18 @@ class Sum(Deferred):
 
     def as_read(self) -> Optional[tuple[Tensor, Tensor, Optional[Tensor]]]:
         """(residual, branch, gate), if our op returns the dtype that the library does."""
-        residual = value(_source(self.residual))
+        residual = _read(self.residual)
         if residual.dtype is not self.dtype:
             return None
-        gate = None if self.gate is None else value(_source(self.gate))
-        return residual, value(_source(self.branch)), gate
+        return residual, _read(self.branch), _read(self.gate)
 
     def compute(self) -> Tensor:
         operands = None if self.gate is None else self.as_read()
         if operands is not None:
             return functional.gated_residual(*operands)
         branch = value(self.branch)
-        return (value(self.residual) + (branch if self.gate is None else value(self.gate) * branch)).to(self.dtype)
+        total = value(self.residual) + (branch if self.gate is None else value(self.gate) * branch)
+        return total if total.dtype is self.dtype else total.to(self.dtype)
 
 
 class Normed(Deferred):
@@ -170,7 +175,7 @@ class Normed(Deferred):
         is_open = isinstance(x, Sum) and x.computed is None
         if self.scale is None and not is_open and x is self.x:
             return self.module(value(x))  # nothing to fuse
-        scale, shift = value(_source(self.scale)), value(_source(self.shift))
+        scale, shift = _read(self.scale), _read(self.shift)
         if self.dtype is x.dtype:
             operands = x.as_read() if is_open else None
             if operands is not None and operands[1].dtype is self.dtype:
