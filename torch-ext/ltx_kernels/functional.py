@@ -15,9 +15,7 @@ from ._rope_tables import axis_tables
 
 
 def _wants_grad(*tensors: Optional[Tensor]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    # What is no tensor is refused by the op.
+    """Asked only while grad is enabled: what is no tensor is refused by the op."""
     return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
 
 
@@ -84,7 +82,7 @@ rmsnorm = rms_norm
 
 
 def _refuse_grad(function: str, *tensors: Optional[Tensor]) -> None:
-    if _wants_grad(*tensors):
+    if torch.is_grad_enabled() and _wants_grad(*tensors):
         raise RuntimeError(
             f"ltx_kernels: {function} has no backward yet and an input requires a gradient; call it under "
             "torch.no_grad() or use the eager composition"

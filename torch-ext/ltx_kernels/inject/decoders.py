@@ -29,7 +29,7 @@ from .rewriting import call, innermost, parsed, rewritten, self_attribute
 
 def served(x: Tensor, *others: Tensor) -> bool:
     """Our ops compute from these what the library computes, and no gradient is wanted."""
-    if not supported(x) or torch.is_autocast_enabled(x.device.type):
+    if torch._C._is_any_autocast_enabled() or not supported(x):
         return False
     dtype, device = x.dtype, x.device
     for other in others:
@@ -50,8 +50,8 @@ def layer_norm(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 # LayerNorm alone is one kernel in torch too. Ours takes the GPU less time and the host 4 us more: for an input of fewer
-# elements it is the host that counts.
-LAYER_NORM_ELEMENTS = 2**21
+# elements it is the host that counts, as in SDXL at 1024 x 1024 (2^22).
+LAYER_NORM_ELEMENTS = 2**23
 
 
 @own_forward("layer_norm")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .blocks import is_packed, project
+from .blocks import call_plain, is_packed, project
 from .deferred import Defer, Deferred, deferred_tree, stock_only, taken, value
 from .norms import know_norm, norm_arguments
 from .rewriting import call, is_of, parsed, recompiled, rewritten, self_attribute
@@ -204,11 +204,16 @@ class Step:
     # What the operations of a processor become.
 
     def project(self, linear: Any, x: Any) -> Any:
-        if self.is_compiled or type(linear) is not nn.Linear or not is_packed(linear):
+        if self.is_compiled:
             return linear(value(x))
+        if type(linear) is not nn.Linear or not is_packed(linear):
+            return call_plain(linear, value(x))
         projected = Projected(self, value(x), linear)
         self.projections.append(projected)
         return projected
+
+    def call(self, module: Any, x: Any) -> Any:
+        return module(value(x)) if self.is_compiled else call_plain(module, value(x))
 
     def follow(self, function: Callable, *args: Any, **options: Any) -> Any:
         """A function of the library that makes the projections."""
@@ -313,6 +318,7 @@ def divide(x: Any, divisor: Any) -> Any:
 
 #: names of attributes that project, and of functions that do
 _PROJECTIONS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
+_OUTPUT = ("attn.to_out[0]", "attn.to_out[1]", "attn.to_add_out")
 _FOLLOWED = ("_get_qkv_projections", "_get_projections", "_get_added_kv_projections")
 
 _FUSED = "Fused"  # fuse_qkv_projections puts FusedX in the place of X
@@ -331,14 +337,16 @@ class _DeferHeads(Defer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         function = node.func
-        is_attribute = isinstance(function, ast.Attribute) and len(node.args) == 1 and not node.keywords
-        if is_attribute and getattr(function.value, "id", "") == "attn":
+        is_call_of_one = len(node.args) == 1 and not node.keywords
+        if is_call_of_one and getattr(getattr(function, "value", None), "id", "") == "attn":
             for method, is_meant in (
                 ("norm", "norm_" in function.attr),
                 ("project", function.attr in sum(_PROJECTIONS, ())),
             ):
                 if is_meant:
                     return self._step(method, function, self.visit(node.args[0]))
+        if is_call_of_one and ast.unparse(function) in _OUTPUT:
+            return self._step("call", function, self.visit(node.args[0]))
         if isinstance(function, ast.Name):
             followed, rotates = function.id in _FOLLOWED, function.id.startswith("apply_rotary_emb")
             if followed or rotates:

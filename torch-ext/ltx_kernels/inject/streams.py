@@ -59,8 +59,8 @@ def _source(x: Any) -> Any:
 
 
 def _read(x: Any) -> Any:
-    """The tensor that our op reads for x."""
-    return x if x is None or type(x) is Tensor else value(_source(x))
+    """The tensor that our op reads for x; None for None."""
+    return x if type(x) is Tensor else value(_source(x))
 
 
 class OnePlus(Deferred):
@@ -121,7 +121,7 @@ class Sum(Deferred):
 
     def __init__(self, residual: Any, branch: Any, gate: Optional[Any], dtype: Optional[torch.dtype] = None):
         self.residual, self.branch, self.gate, self.shape = residual, branch, gate, residual.shape
-        self.dtype = _promoted(residual, branch, gate) if dtype is None else dtype
+        self.dtype = dtype or _promoted(residual, branch, gate)
 
     def cast(self, dtype: torch.dtype) -> "Sum":
         return Sum(self.residual, self.branch, self.gate, dtype)
@@ -171,11 +171,15 @@ class Normed(Deferred):
         return self.value()[index]
 
     def compute(self) -> Tensor:
-        x = _source(self.x)
+        x, scale, shift = self.x, self.scale, self.shift
+        if type(x) is Tensor and scale is None:
+            return self.module(x)  # nothing to fuse
+        x = _source(x)
         is_open = isinstance(x, Sum) and x.computed is None
-        if self.scale is None and not is_open and x is self.x:
-            return self.module(value(x))  # nothing to fuse
-        scale, shift = _read(self.scale), _read(self.shift)
+        if scale is None and not is_open and x is self.x:
+            return self.module(value(x))
+        if scale is not None:
+            scale, shift = _read(scale), _read(shift)
         if self.dtype is x.dtype:
             operands = x.as_read() if is_open else None
             if operands is not None and operands[1].dtype is self.dtype:
@@ -204,7 +208,7 @@ def _is_vector(x: Any) -> bool:
 
 
 def _is_operand(x: Any) -> bool:
-    return isinstance(x, (Upcast, Sum, Normed)) or _is_vector(x)
+    return taken(x) and x.dim() > 0 if isinstance(x, Tensor) else isinstance(x, (Upcast, Sum, Normed))
 
 
 def multiply(a: Any, b: Any) -> Any:
@@ -216,7 +220,8 @@ def multiply(a: Any, b: Any) -> Any:
 
 
 def add(a: Any, b: Any) -> Any:
-    for x, other in ((a, b), (b, a)):
+    are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    for x, other in () if are_tensors else ((a, b), (b, a)):
         if isinstance(other, Product) and other.computed is None and _is_operand(x):
             pairs = ((other.a, other.b), (other.b, other.a))
             for gate, branch in pairs if _source(other.b).dtype is _source(x).dtype else pairs[::-1]:
