@@ -6,11 +6,13 @@ from typing import Any, Callable, Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 
 from .. import functional
 from .._ops import add_op_namespace_prefix
 from .norms import supported
 from .patching import is_plain
+from .rewriting import is_of
 
 #: (value, row of a learned table or None), added in the kernel: how a scale, shift or gate is given
 Modulation = tuple[Tensor, Optional[Tensor]]
@@ -87,23 +89,27 @@ class ResidualStream:
 
 # ---- linear layers
 
+#: what these classes compute, unless somebody has given them another forward
+_FORWARDS = {cls: cls.forward if is_of(cls.forward, cls.__module__) else None for cls in (nn.Linear, nn.Dropout)}
+
 
 def is_plain_linear(module: nn.Module) -> bool:
     """A Linear that is nothing else: no adapter, no hook, no quantised, sharded or offloaded weight."""
-    if not is_plain(module, nn.Linear):
+    if not is_plain(module, nn.Linear) or nn.Linear.forward is not _FORWARDS[nn.Linear]:
         return False
     parameters = module._parameters
     return type(parameters.get("weight")) is nn.Parameter and "bias" in parameters
 
 
-def call_plain(module: Any, x: Tensor) -> Tensor:
+def call_plain(module: Any, x: Any) -> Any:
     """module(x), past nn.Module.__call__ where that has nothing to do: it takes the host half as long as a GEMM."""
     cls = type(module)
-    if cls is nn.Linear and is_plain_linear(module):
-        parameters = module._parameters
-        return F.linear(x, parameters["weight"], parameters["bias"])
-    if cls is nn.Dropout and not module.training and is_plain(module, cls):
-        return x
+    if cls in _FORWARDS and not torch.compiler.is_dynamo_compiling() and not every_module._has_any_global_hook():
+        if cls is nn.Linear and is_plain_linear(module):
+            parameters = module._parameters
+            return F.linear(x, parameters["weight"], parameters["bias"])
+        if cls is nn.Dropout and not module.training and is_plain(module, cls) and cls.forward is _FORWARDS[cls]:
+            return x
     return module(x)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
+from .blocks import call_plain
 from .norms import supported
 from .patching import at_rest, is_plain, own_forward
 from .rewriting import call, innermost, parsed, rewritten, self_attribute
@@ -178,6 +179,23 @@ def decoder_layer(module: nn.Module, norm_of: Callable[[nn.Module], Union[Norm, 
     return _layer_forward(stock, *kinds) if len(kinds) == 1 else "its norms are of several classes"
 
 
+# ---- projections
+
+
+def _linears(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, child in module.named_children() if type(child) is nn.Linear)
+
+
+def _call_plain(tree: ast.AST, linears: frozenset[str]) -> ast.AST:
+    """A tree whose calls of the attributes `linears` are handed to `call_plain`."""
+
+    def is_call(node: ast.AST) -> bool:
+        is_of_one = isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
+        return is_of_one and self_attribute(node.func) in linears and not isinstance(node.args[0], ast.Starred)
+
+    return _Replace(is_call, lambda node: call("_ltx_call_plain", node.func, *node.args)).visit(tree)
+
+
 # ---- gated activations
 
 #: (defining module, class) -> the name that functional.gated_activation has for it
@@ -224,9 +242,11 @@ def _as_gated(product: ast.BinOp) -> ast.Call:
 
 
 @functools.cache
-def _mlp_forward(stock: Callable, act: Union[type, Callable], activation: str) -> Callable:
-    tree = _Replace(_is_gated, _as_gated).visit(parsed(stock))
-    return rewritten(stock, tree, "gated_mlp", _ltx_gated=_gated(act, activation))
+def _mlp_forward(
+    stock: Callable, act: Union[type, Callable], activation: str, linears: frozenset[str] = frozenset()
+) -> Callable:
+    tree = _Replace(_is_gated, _as_gated).visit(_call_plain(parsed(stock), linears))
+    return rewritten(stock, tree, "gated_mlp", _ltx_gated=_gated(act, activation), _ltx_call_plain=call_plain)
 
 
 def _activation_class(module: nn.Module, tree: ast.AST) -> Union[tuple[Union[type, Callable], str], str]:
@@ -243,10 +263,12 @@ def _activation_class(module: nn.Module, tree: ast.AST) -> Union[tuple[Union[typ
 
 
 def gated_mlp(module: nn.Module) -> Union[Callable, str]:
-    """The forward of an MLP whose `act(gate) * up` is one op; the projections are called as they are."""
+    """The forward of an MLP whose `act(gate) * up` is one op."""
     tree = parsed(type(module).forward)
     activation = tree if isinstance(tree, str) else _activation_class(module, tree)
-    return activation if isinstance(activation, str) else _mlp_forward(type(module).forward, *activation)
+    if isinstance(activation, str):
+        return activation
+    return _mlp_forward(type(module).forward, *activation, _linears(module))
 
 
 # Experts compute in their forward, or, as their config says on each call, in a function of transformers (batched,
@@ -469,13 +491,15 @@ def _transposed_norm(node: ast.expr) -> Optional[ast.Call]:
 
 
 @functools.cache
-def _attention_forward(stock: Callable, apply: Callable, rotation: Rotation, norm: Optional[Norm]) -> Callable:
+def _attention_forward(
+    stock: Callable, apply: Callable, rotation: Rotation, norm: Optional[Norm], linears: frozenset[str]
+) -> Callable:
     tree = parsed(stock)
     if norm is not None:
         _fuse_norm_rope(tree.body)
-    tree = _Replace(_is_rope, _as_rope).visit(tree)
+    tree = _call_plain(_Replace(_is_rope, _as_rope).visit(tree), linears)
     helpers = {} if norm is None else {"_ltx_norm_rope": _norm_rope(rotation, apply, norm)}
-    return rewritten(stock, tree, "rope", _ltx_rope=_rope(rotation, apply), **helpers)
+    return rewritten(stock, tree, "rope", _ltx_rope=_rope(rotation, apply), _ltx_call_plain=call_plain, **helpers)
 
 
 def attention(module: nn.Module, norm_of: Callable[[nn.Module], Union[Norm, str]]) -> Union[Callable, str]:
@@ -497,4 +521,4 @@ def attention(module: nn.Module, norm_of: Callable[[nn.Module], Union[Norm, str]
     norm = norms.pop() if len(norms) == 1 else None
     # The op has no offset for a weight stored around zero.
     fuses = isinstance(norm, Norm) and norm.statistic == "rms" and norm.weight_offset == 0.0
-    return _attention_forward(stock, apply, rotation, norm if fuses else None)
+    return _attention_forward(stock, apply, rotation, norm if fuses else None, _linears(module))

@@ -204,16 +204,11 @@ class Step:
     # What the operations of a processor become.
 
     def project(self, linear: Any, x: Any) -> Any:
-        if self.is_compiled:
-            return linear(value(x))
-        if type(linear) is not nn.Linear or not is_packed(linear):
+        if self.is_compiled or type(linear) is not nn.Linear or not is_packed(linear):
             return call_plain(linear, value(x))
         projected = Projected(self, value(x), linear)
         self.projections.append(projected)
         return projected
-
-    def call(self, module: Any, x: Any) -> Any:
-        return module(value(x)) if self.is_compiled else call_plain(module, value(x))
 
     def follow(self, function: Callable, *args: Any, **options: Any) -> Any:
         """A function of the library that makes the projections."""
@@ -314,6 +309,8 @@ def divide(x: Any, divisor: Any) -> Any:
     return x / divisor
 
 
+_HELPERS = {"_ltx_divide": divide, "_ltx_value": value, "_ltx_call_plain": call_plain}
+
 # ---- processors
 
 #: names of attributes that project, and of functions that do
@@ -346,7 +343,7 @@ class _DeferHeads(Defer):
                 if is_meant:
                     return self._step(method, function, self.visit(node.args[0]))
         if is_call_of_one and ast.unparse(function) in _OUTPUT:
-            return self._step("call", function, self.visit(node.args[0]))
+            return call("_ltx_call_plain", function, self.value(self.visit(node.args[0])))
         if isinstance(function, ast.Name):
             followed, rotates = function.id in _FOLLOWED, function.id.startswith("apply_rotary_emb")
             if followed or rotates:
@@ -408,7 +405,7 @@ def _follow(module: str) -> None:
         tree = deferred_tree(function, _DeferHeads(within=True), arguments=True) if is_of(function, module) else ""
         if not isinstance(tree, str):
             tree.args.args.insert(0, ast.arg("_ltx_step"))
-            _followed[function] = recompiled(function, tree, _ltx_divide=divide, _ltx_value=value)
+            _followed[function] = recompiled(function, tree, **_HELPERS)
 
 
 @functools.cache
@@ -433,7 +430,7 @@ def _rewritten_call(cls: type, stock: Callable) -> Union[Callable, str]:
     def begin() -> Step:
         return Step(conventions, own_convention)
 
-    return recompiled(stock, tree, _ltx_begin=begin, _ltx_divide=divide, _ltx_value=value)
+    return recompiled(stock, tree, _ltx_begin=begin, **_HELPERS)
 
 
 def _fused_call(cls: type) -> Union[Callable, str]:
