@@ -1,5 +1,7 @@
 """The linear layers of the fused blocks, as torch.compile sees them: two ops of their own."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,3 +52,51 @@ def test_gelu_epilogue_is_the_tanh_formula(blocks, dtype):
         compiled = torch.compile(lambda: blocks.linear_gelu_tanh(x, linear), fullgraph=True)()
     assert (y - exact).norm() <= 1.1 * (eager - exact).norm()
     assert torch.equal(compiled, y)
+
+
+def doubled(module, args, output):
+    return 2 * output
+
+
+def negated(module, args):
+    return (-args[0],)
+
+
+CHANGES = {
+    "nothing": lambda layer, monkeypatch: None,
+    "hook": lambda layer, monkeypatch: layer.register_forward_hook(doubled),
+    "pre-hook": lambda layer, monkeypatch: layer.register_forward_pre_hook(negated),
+    "hook on all modules": lambda layer, monkeypatch: nn.modules.module.register_module_forward_hook(doubled),
+    "own forward": lambda layer, monkeypatch: setattr(layer, "forward", lambda x: x + 1),
+    "forward of the class": lambda layer, monkeypatch: monkeypatch.setattr(
+        type(layer), "forward", lambda self, x: x + self.training + 1
+    ),
+    "subclass": lambda layer, monkeypatch: setattr(
+        layer, "__class__", type("Other", (type(layer),), {"forward": lambda self, x: x + 1})
+    ),
+    "training": lambda layer, monkeypatch: layer.train(),
+}
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Dropout()], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_done_to_a_layer_that_is_called_past_its_module(blocks, monkeypatch, layer, change):
+    layer, x = copy.deepcopy(layer).eval(), torch.randn(3, 8)
+    handle = CHANGES[change](layer, monkeypatch)
+    try:
+        with torch.no_grad():
+            results = []
+            for call in (layer, lambda x: blocks.call_plain(layer, x)):
+                torch.manual_seed(0)
+                results.append(call(x))
+    finally:
+        if hasattr(handle, "remove"):
+            handle.remove()
+    assert torch.equal(*results)
+
+
+def test_backward_hooks_of_a_layer_run(blocks):
+    layer, seen = nn.Linear(8, 8), []
+    layer.register_full_backward_hook(lambda module, grads, more: seen.append(module))
+    blocks.call_plain(layer, torch.randn(3, 8)).sum().backward()
+    assert seen == [layer]

@@ -102,14 +102,20 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def call_plain(module: Any, x: Any) -> Any:
-    """module(x), past nn.Module.__call__ where that has nothing to do: it takes the host half as long as a GEMM."""
+    """module(x), past nn.Module.__call__ where that has nothing to do: it takes the host half as long as a GEMM.
+
+    While grad is enabled it may have: a module's backward hooks are its business.
+    """
     cls = type(module)
-    if cls in _FORWARDS and not torch.compiler.is_dynamo_compiling() and not every_module._has_any_global_hook():
-        if cls is nn.Linear and is_plain_linear(module):
-            parameters = module._parameters
-            return F.linear(x, parameters["weight"], parameters["bias"])
-        if cls is nn.Dropout and not module.training and is_plain(module, cls) and cls.forward is _FORWARDS[cls]:
-            return x
+    if torch.compiler.is_dynamo_compiling() or cls not in _FORWARDS or torch.is_grad_enabled():
+        return module(x)
+    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+        return module(x)
+    if cls is nn.Linear and is_plain_linear(module):
+        parameters = module._parameters
+        return F.linear(x, parameters["weight"], parameters["bias"])
+    if cls is nn.Dropout and not module.training and is_plain(module, cls) and cls.forward is _FORWARDS[cls]:
+        return x
     return module(x)
 
 

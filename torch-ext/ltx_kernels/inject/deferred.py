@@ -36,7 +36,9 @@ def stock_only() -> bool:
 
 def taken(x: Any) -> bool:
     """A tensor of a kind, a dtype and a device that our ops take."""
-    return isinstance(x, Tensor) and x.dtype in FLOATS and (x.is_cuda and HAS_CUDA or x.is_cpu) and is_dense(x)
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.is_nested:
+        return False
+    return (x.is_cuda and HAS_CUDA or x.is_cpu) and (type(x) is Tensor or is_dense(x))
 
 
 class Deferred:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .blocks import ResidualStream, modulations, packing, project, runs_stock
+from .blocks import ResidualStream, call_plain, modulations, packing, project, runs_stock
 from .norms import FLOATS
 from .patching import Recipe, is_plain, own_forward
 
@@ -177,7 +177,7 @@ def _project_qkv(attn: nn.Module, x: Tensor, context: Optional[Tensor]) -> list[
 
 
 def _out(attn: nn.Module, x: Tensor) -> Tensor:
-    return attn.to_out[1](attn.to_out[0](x))
+    return call_plain(attn.to_out[1], call_plain(attn.to_out[0], x))
 
 
 def _heads_of(rope: Rope, heads: int) -> Rope:
