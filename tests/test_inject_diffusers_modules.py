@@ -305,3 +305,13 @@ def test_small_compiled_blocks_are_those_of_stock(k, name):
         nodes[injected] = [str(node.target) for node in computed]
     assert nodes[True] == nodes[False]
     assert guards[True] <= 1.25 * guards[False]
+
+
+def test_compiled_code_is_kept_for_each_class(k):
+    """With a code object, up to a limit, and sizes by its name: instances of a class share one, classes do not."""
+    model = FAMILIES["flux"].build()
+    codes = {}
+    for block in blocks_of(k, model):
+        codes.setdefault(type(block), set()).add(block.forward.__func__.__code__)
+    assert len(codes) == len({code.co_name for code in set.union(*codes.values())}) == 2
+    assert all(len(of_class) == 1 for of_class in codes.values())

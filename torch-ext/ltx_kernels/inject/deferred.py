@@ -98,6 +98,7 @@ class Defer(ast.NodeTransformer):
     """Hands the operations of a forward to helpers; here the rule for all others: they get tensors."""
 
     answered: tuple[str, ...] = ()  # methods that a deferred value has itself
+    gives_tensor: tuple[str, ...] = ("_ltx_value",)  # helpers that do
 
     @staticmethod
     def value(node: ast.expr) -> ast.expr:
@@ -113,7 +114,7 @@ class Defer(ast.NodeTransformer):
         if isinstance(node, ast.Call):  # of a helper, or of a method that a deferred value has itself
             function = node.func
             if isinstance(function, ast.Name):
-                return function.id.startswith("_ltx_") and function.id != "_ltx_value"
+                return function.id.startswith("_ltx_") and function.id not in cls.gives_tensor
             of = getattr(function, "value", None)
             is_answered = getattr(function, "attr", "") in cls.answered and cls.may_be_deferred(of, names)
             return is_answered or getattr(of, "id", "").startswith("_ltx_")

@@ -31,7 +31,8 @@ def _for_large(forward: Callable, stock: Callable) -> Callable:
                 return stock(self, *args, **options)
         return forward(self, *args, **options)
 
-    either.__code__ = either.__code__.replace()  # of its own: with it dynamo keeps, and counts, what it compiles
+    # Code of its own: with it dynamo keeps what it compiles, and by its name what sizes were seen.
+    either.__code__ = either.__code__.replace(co_name=stock.__qualname__)
     return either
 
 

@@ -323,6 +323,7 @@ _FUSED = "Fused"  # fuse_qkv_projections puts FusedX in the place of X
 
 class _DeferHeads(Defer):
     answered = ("unflatten",)
+    gives_tensor = tuple(_HELPERS)
 
     def __init__(self, within: bool = False):
         self.within = within  # the step: what is returned stays in it
