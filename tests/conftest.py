@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Callable
 
 REPO_ID = "org/ltx-kernels"
 VERSION = 1
@@ -106,14 +107,18 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def no_more_gpu_memory():
-    """Behind what is allocated by now there is one megabyte."""
+def full_gpu_memory(make: Callable):
+    """What `make` allocates, and behind it one megabyte.
+
+    The cache is emptied first: in a segment of an earlier test there would be room that counts as taken.
+    """
     gc.collect()
     torch.cuda.empty_cache()
+    made = make()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
     try:
-        yield
+        yield made
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -11,7 +11,7 @@ from typing import Callable, NamedTuple
 import pytest
 import torch
 import torch._dynamo
-from conftest import DTYPES, misaligned, no_more_gpu_memory, outputs_of, same_bits
+from conftest import DTYPES, full_gpu_memory, misaligned, outputs_of, same_bits
 from layouts import FAR, room_for_far
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -210,8 +210,11 @@ def test_out_of_memory_keeps_its_type(k, op, gpu):
     one = make_inputs(op, BF16, "cuda", batch=1, width=96)
     batch = 2**28 // one[first_of(one)].numel()
     shapes = op.shapes(batch, TOKENS, 96)
-    big = {name: torch.empty(shape, dtype=BF16, device="cuda") for name, shape in shapes.items()}
-    with no_more_gpu_memory(), pytest.raises(torch.OutOfMemoryError):
+
+    def make() -> dict:
+        return {name: torch.empty(shape, dtype=BF16, device="cuda") for name, shape in shapes.items()}
+
+    with full_gpu_memory(make) as big, pytest.raises(torch.OutOfMemoryError):
         call(k, op, big)
     del big
     torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ import reference
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from conftest import DTYPES, misaligned, no_more_gpu_memory, same_bits
+from conftest import DTYPES, full_gpu_memory, misaligned, same_bits
 from layouts import VIEWS, RandomLayouts, assert_nothing_copied
 from reference import assert_no_worse_than_eager, assert_rounded_once
 
@@ -430,12 +430,15 @@ def test_the_layout_does_not_change_bits(k, op, device, dtype):
 @pytest.mark.gpu
 def test_out_of_memory_in_a_copy_keeps_its_type(k, op, gpu):
     """An x that cannot be read in place is copied; a copy that finds no room counts too."""
-    inputs = make_inputs(op, (1, 4096), BF16, "cuda")
-    x = torch.empty(4096, 2**16, dtype=BF16, device="cuda").t()
-    big = {**inputs, "x": x, **({"residual": x} if "residual" in inputs else {})}
-    with no_more_gpu_memory(), pytest.raises(torch.OutOfMemoryError):
+
+    def make() -> dict:
+        inputs = make_inputs(op, (1, 4096), BF16, "cuda")
+        x = torch.empty(4096, 2**16, dtype=BF16, device="cuda").t()
+        return {**inputs, "x": x, **({"residual": x} if "residual" in inputs else {})}
+
+    with full_gpu_memory(make) as big, pytest.raises(torch.OutOfMemoryError):
         call(k, op, big)
-    del big, x
+    del big
     torch.cuda.empty_cache()
     check(k, op, make_inputs(op, (3, 64), BF16, "cuda"))
 
