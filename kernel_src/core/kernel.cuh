@@ -18,17 +18,24 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// An error that the caller reports. Left to the runtime, it would be taken for that of the next kernel of somebody
+// else.
+inline cudaError_t taken(cudaError_t error) {
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
 // Whether the code that this device runs was compiled for sm_90 or later, and so waits. Asked once for each device: the
 // kernels of this library are compiled together.
 inline bool is_sm_90_code(const void* kernel) {
   constexpr int kDevices = 64;
   static std::atomic<signed char> known[kDevices];  // 0: not asked yet
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return false;
+  if (taken(cudaGetDevice(&device)) != cudaSuccess || device >= kDevices) return false;
   signed char answer = known[device].load(std::memory_order_relaxed);
   if (answer == 0) {
     cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return false;  // the launch says why
+    if (taken(cudaFuncGetAttributes(&attributes, kernel)) != cudaSuccess) return false;  // the launch says why
     answer = attributes.ptxVersion >= 90 ? 1 : -1;
     known[device].store(answer, std::memory_order_relaxed);
   }
@@ -57,7 +64,7 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 blocks, dim3 threa
     dimension.val.clusterDim.x = cluster;
     dimension.val.clusterDim.y = dimension.val.clusterDim.z = 1;
   }
-  return cudaLaunchKernelEx(&launch, kernel, Parameters(arguments)...);
+  return taken(cudaLaunchKernelEx(&launch, kernel, Parameters(arguments)...));
 }
 
 }  // namespace ltx_kernels

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernel.cuh"
 #include "reduce.cuh"
 
 namespace ltx_kernels {
@@ -47,14 +48,15 @@ cudaError_t allow_shared_memory(Kernel* kernel, int64_t stage_bytes, int* stages
   constexpr int64_t kDefault = 48 * 1024;
   if (*stages * stage_bytes + kStatic <= kDefault) return cudaSuccess;
   int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  if (const cudaError_t error = taken(cudaGetDevice(&device)); error != cudaSuccess) return error;
   int limit = 0;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (const cudaError_t error = taken(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
       error != cudaSuccess) {
     return error;
   }
   while (*stages > 0 && *stages * stage_bytes + kStatic > limit) --*stages;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit - kStatic));
+  return taken(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit - kStatic)));
 }
 
 }  // namespace ltx_kernels
