@@ -190,7 +190,7 @@ GENERATE = {
 
 
 @pytest.mark.parametrize("arguments", GENERATE.values(), ids=GENERATE)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3", "gpt_neox"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_generation_is_token_identical(k, device, name, arguments):
     model = build(name, eos_token_id=None).to(device)
     inputs = tokens(device)

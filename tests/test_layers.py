@@ -110,6 +110,30 @@ def test_transformers_use_kernels(k, mode):
         assert relative(model(**inputs).logits, expected) < 1e-5
 
 
+def test_transformers_use_kernels_of_the_rotation(k):
+    """The function is one module for all models: it is given back at the end."""
+    model, inputs = tiny_models.llama("Qwen2"), tiny_models.tokens()
+    if not isinstance(transformers.models.qwen2.modeling_qwen2.apply_rotary_pos_emb, torch.nn.Module):
+        pytest.skip("this transformers asks for another version of kernels: its decorators do nothing")
+
+    def gradient():
+        model.zero_grad()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    stock_gradient = gradient()
+    repository = kernels.LocalLayerRepository(repo_path=Path(ROOT), layer_name="RotaryPosEmb")
+    for mapping, ops in (({"rotary_pos_emb": {"cpu": repository}}, {"qk_norm_rope": 2}), ({}, {})):
+        with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+            model.set_use_kernels(True)
+        assert count(model, **inputs) == ops
+        with torch.no_grad():
+            assert relative(model(**inputs).logits, expected) < 1e-5
+        assert torch.equal(gradient(), stock_gradient)
+
+
 def test_layers_obey_the_rules_of_the_hub(k):
     """And are honest: the differentiable ones are those whose op has a backward."""
     assert len(k.layers.__all__) == 10
