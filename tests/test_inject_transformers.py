@@ -245,6 +245,28 @@ def test_compiles_fullgraph(k, name):
         assert relative(run(torch.compile(model, fullgraph=True, backend="aot_eager")), expected) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "falcon"])
+def test_compiled_decode_with_a_static_cache(k, device, name):
+    """CUDA graphs on a GPU: each step writes into the cache that the graph before has read."""
+    torch._dynamo.reset()
+    model, prompt = build(name).to(device), tokens(device)["input_ids"]
+
+    @torch.no_grad()
+    def decode(step) -> torch.Tensor:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        steps = [model(prompt, past_key_values=cache).logits[:, -1:]]
+        for position in range(prompt.shape[1], 16):
+            at = {"position_ids": torch.tensor([[position]], device=device), "past_key_values": cache}
+            steps.append(step(steps[-1].argmax(-1), **at).logits.clone())
+        return torch.cat(steps, 1)
+
+    expected = decode(model)
+    k.inject_optimized_kernels(model)
+    how = {"mode": "reduce-overhead"} if device == "cuda" else {"backend": "aot_eager"}
+    result = decode(torch.compile(model, fullgraph=True, **how))
+    assert relative(result, expected) < 1e-4 and torch.equal(result.argmax(-1), expected.argmax(-1))
+
+
 # ---- when the stock code runs
 
 
