@@ -58,6 +58,8 @@ ROW = {
 OPTIONAL = {"us_min": (int, float), "reason": str, "method": str}
 OPTIONAL_HEADER = {"variant": str}  # results from before it was written have none
 TIMES = ("us_p10", "us_median", "us_p90")
+#: How the method of a row begins whose samples a signal ended: it is measured again.
+INTERRUPTED = "interrupted: "
 #: The ops of a row that is a model's, not one of a kind of its kernels.
 WORKLOAD = re.compile(r":(step|prefill|decode(\[[^:]*\])?|pipeline\[[^:]*\])$")
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from _results import columned, read_result, row_key
 
+#: Growth of a median that is never noise.
+TOLERANCE = 0.03
 OURS = ("ours", "injected", "injected_compiled", "injected_graph")
 
 
@@ -65,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--candidate", action="append", help=f"whose rows (default: {', '.join(OURS)})")
-    parser.add_argument("--tolerance", type=float, default=0.03, help="growth of a median that is never noise (0.03)")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help=f"growth of a median that is never noise ({TOLERANCE})"
+    )
     args = parser.parse_args(argv)
     old, new = read_result(args.old), read_result(args.new)
     if old["device"] != new["device"]:

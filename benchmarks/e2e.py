@@ -36,6 +36,7 @@ import torch
 from _models import FAMILIES, Family
 from _results import (
     CPU_NOTE,
+    INTERRUPTED,
     ROOT,
     TIMES,
     ResultFile,
@@ -87,8 +88,6 @@ ACCURATE_BLOCKS, ACCURATE_FRAMES = 4, 25
 PROFILED = 4
 #: How long a sample of several steps is to last.
 ROW_MS = {"cuda": 200.0, "cpu": 20.0}
-#: How the method of a row begins whose samples a signal ended: it is measured again.
-INTERRUPTED = "interrupted: "
 
 
 def row(op: str, shape: list[int], dtype: str, candidate: str, times=None, error=None, **notes: str) -> dict:

@@ -2,7 +2,7 @@
 """Time every op beside eager, torch, torch.compile, Liger, quack, flashinfer and a copy of as many bytes.
 
     python benchmarks/micro.py                                  the set for this device
-    python benchmarks/micro.py --set rmsnorm --out FILE          a set of shapes; benchmarks/README.md lists them
+    python benchmarks/micro.py --set rmsnorm --out FILE         a set of shapes; benchmarks/README.md lists them
     python benchmarks/micro.py --op rms_norm --shape 16384,4096 --dtype bf16 --peer quack --peer torch
 
 Each candidate is compared with fp64 before it is timed; a wrong one is a row that says so, without times. A peer that

@@ -16,20 +16,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from _results import ROOT, WORKLOAD, by_problem, columned, read_result, shown_path
-from compare import verdict
+from _results import INTERRUPTED, ROOT, WORKLOAD, by_problem, columned, read_result, shown_path
+from compare import TOLERANCE, verdict
 
 CONFIGURATIONS = ("stock", "compiled", "injected", "injected_compiled")
 RATIOS = {"stock/injected": ("stock", "injected"), "compiled/injected_compiled": ("compiled", "injected_compiled")}
 HEAD = ["workload", "shape", "dtype", *CONFIGURATIONS, *RATIOS, "GPU/floor"]
-#: Growth of a median that is never noise, as in compare.py.
-TOLERANCE = 0.03
 
 
 def cell(row: dict | None) -> str:
     if not row or row["us_median"] is None:
         return "-"
-    return f"{row['us_median'] / 1e3:.2f}" + ("?" if row.get("method", "").startswith("interrupted") else "")
+    return f"{row['us_median'] / 1e3:.2f}" + ("?" if row.get("method", "").startswith(INTERRUPTED) else "")
 
 
 def ratios_of(group: dict[str, dict]) -> dict[str, float]:
