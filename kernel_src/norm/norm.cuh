@@ -141,8 +141,8 @@ __device__ __forceinline__ void finish(const NormParams& p, const Has& has, cons
   }
 }
 
-// Calls f(std::bool_constant): whether norm(h) is rounded before the weight. Asked once, around the loop over vectors:
-// within, the branch would part the loads of one vector from the arithmetic of the other.
+// Calls f(std::bool_constant): whether norm(h) is rounded before the weight. The fast kernel asks around its loop over
+// vectors: within, the branch would part the loads of one vector from the arithmetic of the other.
 template <Statistic kStatistic, typename F>
 __device__ __forceinline__ void with_cast(const NormParams& p, const Has& has, F&& f) {
   if (kStatistic == Statistic::kRms && has.weight && p.cast_before_weight) return f(std::true_type{});
@@ -166,9 +166,8 @@ struct SharedVectors {
   }
 };
 
-// Whether they fit into registers beside the rows. On an H200, bf16, in us: ada_norm [2, 2688, 2048] 16.4, 18.0 read
-// after the sums; rms_norm [4096, 8192] 37.1, 38.1; layer_norm [2, 8064, 2048] 40.1, 41.2. With a residual there is no
-// gain, and more registers are a loss.
+// Whether they fit into registers beside the rows. On an H200, bf16, in us: rms_norm [4096, 8192] 37.3, 38.9 read after
+// the sums; [4096, 16384] 74.6, 76.7. With a residual there is no gain, and more registers are a loss.
 template <typename T, typename M>
 constexpr bool reads_ahead(const Has& has, int vectors, int rows) {
   const int shared = has.weight + has.bias + has.scale + has.scale_table + has.shift + has.shift_table;
@@ -201,7 +200,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
   const auto exists = [&](int row, int i) { return row < rows && vector(i) < row_vectors; };
   // Where operands are read ahead, a row or a vector that does not exist is another one, computed again and not stored:
   // only stores have a condition, and nothing keeps the compiler from issuing all loads at once. layer_norm
-  // [2, 8064, 2048] bf16: 38.3 us, 40.3 with conditions. Where they are not, it would only take registers.
+  // [2, 2688, 2048] bf16: 14.0 us, 15.4 with conditions. Where they are not, it would only take registers.
   constexpr bool kAhead = !kSegmented && reads_ahead<T, M>(kHas, kVecs, kRows);
   const int64_t first_existing = min(first, inner - 1);
   const auto existing_vector = [&](int i) { return min(vector(i), row_vectors - 1); };
@@ -213,7 +212,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
     return reinterpret_cast<Vector*>(data) +
            (kRows > 1 ? min(row, max(rows, 1) - 1) : 0) * (operand.strides[2] / kSize) + v;
   };
-  // Calls f(row, i) for the vectors of this thread.
+  // Calls f(row, i) for the vectors of this thread: those that exist, or all.
   const auto for_each = [&](auto&& f) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
@@ -223,8 +222,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
       }
     }
   };
-  const auto load_rows = [&](const Operand& operand, Vector(&rows)[kRows][kVecs]) {
-    for_each([&](int row, int i) { rows[row][i] = *vector_at(operand, row, existing_vector(i)); });
+  const auto load_rows = [&](const Operand& operand, Vector(&vectors)[kRows][kVecs]) {
+    for_each([&](int row, int i) { vectors[row][i] = *vector_at(operand, row, existing_vector(i)); });
   };
   const auto store_vector = [&](const Operand& operand, int row, int i, const Vector& values) {
     if (exists(row, i)) *vector_at(operand, row, vector(i)) = values;
