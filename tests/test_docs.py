@@ -118,6 +118,15 @@ def test_no_block_escapes(document):
         assert reason is None or len(reason.split()) >= 2, f"{document}:{line}: {reason!r} is no reason"
 
 
+def test_lines_of_prose_end_at_120():
+    """Tables and pictures cannot be broken."""
+    long = []
+    for document in DOCUMENTS:
+        lines = (ROOT / document).read_text(encoding="utf-8").split("\n")
+        long += [f"{document}:{i}" for i, line in enumerate(lines, 1) if len(line) > 120 and line[0] not in "|!"]
+    assert not long
+
+
 # ---- links, files, commands
 
 
