@@ -9,7 +9,7 @@ template <typename T, int kSize>
 cudaError_t launch(const GluParams& p, cudaStream_t stream) {
   const GluGrid grid(p.rows, kSize, kGluUnits<T, kSize>);
   const int64_t blocks = grid.slice_blocks * p.rows.sizes[0] * p.rows.sizes[1];
-  return launch_kernel(glu_kernel<T, kSize>, static_cast<unsigned>(blocks), kGluThreads, 0, stream, 1, p, grid);
+  return launch_kernel(glu_kernel<T, kSize>, {static_cast<unsigned>(blocks), kGluThreads}, stream, p, grid);
 }
 
 // The largest power of two, up to a vector, that divides the address of every row.

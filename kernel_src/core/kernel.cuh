@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <cstdint>
 
 namespace ltx_kernels {
 
@@ -42,15 +43,22 @@ inline bool is_sm_90_code(const void* kernel) {
   return answer > 0;
 }
 
-// kernel<<<blocks, threads, shared_bytes, stream>>>(arguments...), in clusters of `cluster` blocks.
+struct LaunchConfig {
+  dim3 blocks;
+  dim3 threads;  // a block
+  int64_t shared_bytes = 0;
+  int cluster = 1;  // blocks
+};
+
+// kernel<<<config.blocks, config.threads, config.shared_bytes, stream>>>(arguments...), in clusters.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
-                          cudaStream_t stream, int cluster, const Arguments&... arguments) {
+cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchConfig& config, cudaStream_t stream,
+                          const Arguments&... arguments) {
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t launch = {};
-  launch.gridDim = blocks;
-  launch.blockDim = threads;
-  launch.dynamicSmemBytes = shared_bytes;
+  launch.gridDim = config.blocks;
+  launch.blockDim = config.threads;
+  launch.dynamicSmemBytes = config.shared_bytes;
   launch.stream = stream;
   launch.attrs = attributes;
   if (is_sm_90_code(reinterpret_cast<const void*>(kernel))) {
@@ -58,10 +66,10 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 blocks, dim3 threa
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
   }
-  if (cluster > 1) {
+  if (config.cluster > 1) {
     cudaLaunchAttribute& dimension = attributes[launch.numAttrs++];
     dimension.id = cudaLaunchAttributeClusterDimension;
-    dimension.val.clusterDim.x = cluster;
+    dimension.val.clusterDim.x = config.cluster;
     dimension.val.clusterDim.y = dimension.val.clusterDim.z = 1;
   }
   return taken(cudaLaunchKernelEx(&launch, kernel, Parameters(arguments)...));

@@ -324,7 +324,7 @@ cudaError_t launch_rows(const NormBackwardParams& p, const RowLaunch& config, cu
     if (!fits) return launch_rows<T, T, false>(p, config, stream);
   }
   const dim3 threads(config.threads_per_row, config.rows_per_block);
-  return launch_kernel(kernel, static_cast<unsigned>(norm_backward_partials(p.rows)), threads, shared, stream, 1, p);
+  return launch_kernel(kernel, {static_cast<unsigned>(norm_backward_partials(p.rows)), threads, shared}, stream, p);
 }
 
 template <typename T>
@@ -346,15 +346,15 @@ cudaError_t launch(const NormBackwardParams& p, cudaStream_t stream) {
       error = launch_rows<T, T, false>(p, config, stream);
     }
   } else if (p.rows.count() > 0) {
-    error = launch_kernel(norm_backward_long_kernel<T>, static_cast<unsigned>(p.rows.count()), kMaxThreadsPerRow, 0,
-                          stream, 1, p);
+    error = launch_kernel(norm_backward_long_kernel<T>, {static_cast<unsigned>(p.rows.count()), kMaxThreadsPerRow},
+                          stream, p);
     if (error == cudaSuccess && wants_weight) {
-      error = launch_kernel(norm_weight_partials_kernel<T>, dim3(column_blocks, static_cast<unsigned>(p.partials)),
-                            column_threads, 0, stream, 1, p);
+      error = launch_kernel(norm_weight_partials_kernel<T>,
+                            {dim3(column_blocks, static_cast<unsigned>(p.partials)), column_threads}, stream, p);
     }
   }
   if (error != cudaSuccess || !wants_weight) return error;
-  return launch_kernel(sum_partials_kernel, column_blocks, column_threads, 0, stream, 1, p);
+  return launch_kernel(sum_partials_kernel, {column_blocks, column_threads}, stream, p);
 }
 
 }  // namespace

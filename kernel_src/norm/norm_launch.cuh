@@ -47,7 +47,7 @@ cudaError_t launch_fast(const NormParams& p, const Plan& plan, cudaStream_t stre
   const int64_t chunks = ceil_div(p.rows.sizes[2], static_cast<int64_t>(plan.config.rows_per_block) * kRows);
   const dim3 threads(plan.config.threads_per_row, plan.config.rows_per_block);
   return launch_kernel(norm_fast_kernel<T, M, kStatistic, kParts, kVecs, kRows, false>,
-                       static_cast<unsigned>(chunks * p.rows.sizes[1]), threads, 0, stream, 1, p,
+                       {static_cast<unsigned>(chunks * p.rows.sizes[1]), threads}, stream, p,
                        static_cast<unsigned>(chunks));
 }
 
@@ -56,9 +56,10 @@ template <typename T, typename M, Statistic kStatistic, unsigned kParts>
 bool try_segmented(const NormParams& p, const Plan& plan, cudaStream_t stream, cudaError_t* error) {
   const auto kernel = norm_fast_kernel<T, M, kStatistic, kParts, 4, 1, true>;
   if (!is_sm_90_code(reinterpret_cast<const void*>(kernel))) return false;
-  *error =
-      launch_kernel(kernel, static_cast<unsigned>(p.rows.count() * plan.spread.segments), plan.config.threads_per_row,
-                    0, stream, plan.spread.segments, p, static_cast<unsigned>(p.rows.sizes[2]));
+  const LaunchConfig config = {.blocks = static_cast<unsigned>(p.rows.count() * plan.spread.segments),
+                               .threads = plan.config.threads_per_row,
+                               .cluster = plan.spread.segments};
+  *error = launch_kernel(kernel, config, stream, p, static_cast<unsigned>(p.rows.sizes[2]));
   return true;
 }
 
@@ -68,8 +69,8 @@ cudaError_t launch_general(const NormParams& p, const Plan& plan, cudaStream_t s
   const int64_t segment_columns =
       static_cast<int64_t>(plan.config.threads_per_row) * plan.spread.vectors * kVectorSize<T>;
   return launch_kernel(norm_general_kernel<T, kStatistic>,
-                       static_cast<unsigned>(ceil_div(p.rows.count(), plan.config.rows_per_block)), threads, 0, stream,
-                       1, p, plan.spread.segments, segment_columns);
+                       {static_cast<unsigned>(ceil_div(p.rows.count(), plan.config.rows_per_block)), threads}, stream,
+                       p, plan.spread.segments, segment_columns);
 }
 
 // Launches the fast kernel of these parts; false where there is none for this spread.

@@ -195,9 +195,9 @@ cudaError_t launch(const PixelNormParams& p, cudaStream_t stream) {
     return error;
   }
   if (stages > 0) {
-    return launch_kernel(pixel_norm_kernel<T, true>, blocks, kThreads, sums_bytes + tile_bytes, stream, 1, p, tile);
+    return launch_kernel(pixel_norm_kernel<T, true>, {blocks, kThreads, sums_bytes + tile_bytes}, stream, p, tile);
   }
-  return launch_kernel(pixel_norm_kernel<T, false>, blocks, kThreads, sums_bytes, stream, 1, p, tile);
+  return launch_kernel(pixel_norm_kernel<T, false>, {blocks, kThreads, sums_bytes}, stream, p, tile);
 }
 
 }  // namespace

@@ -167,7 +167,7 @@ bool try_spreads(const RopeFast& fast, const RopePlan& plan, unsigned blocks, cu
     if (plan.thread_rows != kRows || plan.thread_units != kUnits) return false;
     const dim3 threads(plan.config.threads_per_row, plan.config.rows_per_block);
     const auto kernel = rope_fast_kernel<T, W, Table, kInterleaved, kStatistic, kRows, kUnits>;
-    *error = launch_kernel(kernel, blocks, threads, 0, stream, 1, fast);
+    *error = launch_kernel(kernel, {blocks, threads}, stream, fast);
     return true;
   };
   constexpr std::integral_constant<int, 1> k1;
@@ -224,8 +224,8 @@ cudaError_t launch_rope(const RopeParams& p, cudaStream_t stream) {
   const int64_t blocks = ceil_div(rows, plan.config.rows_per_block);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const dim3 threads(plan.config.threads_per_row, plan.config.rows_per_block);
-  return launch_kernel(rope_general_kernel<T, kInterleaved, kStatistic>, static_cast<unsigned>(blocks), threads, 0,
-                       stream, 1, p, plan.shape, plan.row_is_token);
+  return launch_kernel(rope_general_kernel<T, kInterleaved, kStatistic>, {static_cast<unsigned>(blocks), threads},
+                       stream, p, plan.shape, plan.row_is_token);
 }
 
 template <typename T, bool kInterleaved>
