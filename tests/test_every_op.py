@@ -270,16 +270,19 @@ def test_a_launch_waits_for_the_one_before(k, op, graphed, gpu):
     inputs = make_inputs(op, BF16, "cuda", tokens=2048, width=128)
     name = first_of(inputs)
     flat = torch.as_strided(inputs[name], (inputs[name].numel(),), (1,))
-    zeros = torch.zeros_like(flat)
-    expected = call(k, op, inputs)
+    steps = [torch.full_like(flat, turn) for turn in range(6)]  # what is read too early is of another turn
+
+    def of(made: torch.Tensor):
+        return call(k, op, {**inputs, name: made.as_strided(inputs[name].shape, inputs[name].stride())})
+
+    expected = [of(flat + step) for step in steps]
 
     def chain() -> list:
         found = []
-        for _ in range(6):
-            made = k.gated_residual(flat, zeros)  # our kernel writes what the next one reads
-            outputs = call(k, op, {**inputs, name: made.as_strided(inputs[name].shape, inputs[name].stride())})
+        for step in steps:
+            made = k.gated_residual(flat, step)  # our kernel writes what the next one reads
+            found.append(of(made))
             del made  # ours writes into this memory in the next turn, while it may still be read
-            found.append(outputs)
         return found
 
     chain()
@@ -292,7 +295,8 @@ def test_a_launch_waits_for_the_one_before(k, op, graphed, gpu):
     else:
         found = chain()
     torch.cuda.synchronize()
-    assert all(same_bits(outputs, expected) for outputs in found)
+    assert all(map(same_bits, found, expected))
+    assert not same_bits(expected[0], expected[1])
 
 
 @pytest.mark.gpu
