@@ -28,7 +28,7 @@ import copy
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -137,6 +137,14 @@ def known(args, file: ResultFile, op: str, shape: list[int]) -> set[str]:
     """The candidates of a problem that need not be measured."""
     rows = file.candidates(op, shape, args.dtype_name)
     return {name for name, row in rows.items() if not row.get("method", "").startswith(INTERRUPTED)}
+
+
+def is_there(args, file: ResultFile, op: str, shape: list[int], names: Iterable[str]) -> bool:
+    """Whether no candidate of a problem need be measured; says so."""
+    there = set(names) <= known(args, file, op, shape)
+    if there:
+        print(f"  {op} {shape}: there already")
+    return there
 
 
 def time_runs(args, file: ResultFile, op: str, shape: list[int], runs: dict, reasons: dict, rounds: int) -> None:
@@ -308,8 +316,7 @@ def measure_vae(args, package, file: ResultFile, frames: int) -> None:
     latents = randn_of(args)(1, pipe.vae.config.latent_channels, *grid)
     skips = {"stock": None, "injected_no_format": ["ltx_vae.conv"], "injected": []}
     op, shape = f"{args.prefix}ltx_vae{args.without}:decode", list(latents.shape)
-    if skips.keys() <= known(args, file, op, shape):
-        print(f"  {op} {shape}: there already")
+    if is_there(args, file, op, shape, skips):
         return
 
     def decode(vae):
@@ -335,8 +342,7 @@ def measure_pipeline(args, package, file: ResultFile, family: Family, frames: in
     op = f"{args.prefix}{family.op}{args.without}:pipeline[{args.steps} steps]"
     shape = [frames, sizes["height"], sizes["width"]]
     names = [name for name in CONFIGURATIONS[:4] if name in args.configurations]
-    if set(names) <= known(args, file, op, shape):
-        print(f"  {op} {shape}: there already")
+    if is_there(args, file, op, shape, names):
         return
     pipe = random_pipeline(ltx_size(args), args.device, args.dtype)
     prompt = random_prompt(ltx_size(args), args.device, args.dtype, length=sizes["text"])
@@ -370,8 +376,7 @@ def measure_accuracy(args, package, file: ResultFile, family: Family) -> None:
         inputs = {"input_ids": token_ids(args, model.config, 1, min(512, args.sizes["length"]))}
         shape = [*inputs["input_ids"].shape, model.config.hidden_size]
     op = f"{args.prefix}{family.op}{args.without}:accuracy"
-    if {"stock", "injected"} <= known(args, file, op, shape):
-        print(f"  {op} {shape}: there already")
+    if is_there(args, file, op, shape, ("stock", "injected")):
         return
     exact = copy.deepcopy(model).float()
     reference = forward(
