@@ -17,7 +17,7 @@ struct Spread {
 
 inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vectors) {
   const bool layer = statistic == Statistic::kLayer;
-  if (has.gate && !layer && row_vectors <= 512) return {1, 1, 1};  // gated_residual [2, 2688, 2048]: 20.8 us; {2}: 21.8
+  if (has.gate && !layer && row_vectors <= 512) return {1, 1, 1};  // gated_residual [2, 2688, 2048]: 22.6 us; {2}: 23.6
   if (has.residual) return row_vectors <= 1024 ? Spread{2, 1, 1} : Spread{4, 1, 1};
   if (has.scale && !layer && row_vectors <= 256) return {1, 4, 1};
   if (has.scale) return row_vectors <= 1024 ? Spread{2, 2, 1} : Spread{4, 2, 1};
