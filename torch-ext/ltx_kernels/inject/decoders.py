@@ -23,7 +23,7 @@ from .. import functional
 from .blocks import call_plain
 from .norms import supported
 from .patching import at_rest, is_plain, own_forward
-from .rewriting import call, innermost, parsed, rewritten, self_attribute
+from .rewriting import call, innermost, parsed, rewritten, self_attribute, submodule
 
 # In a decode step a call costs the host more than the GPU: the checks are written for speed.
 
@@ -193,7 +193,7 @@ def _call_plain(tree: ast.AST, linears: frozenset[str]) -> ast.AST:
         is_of_one = isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
         return is_of_one and self_attribute(node.func) in linears and not isinstance(node.args[0], ast.Starred)
 
-    return _Replace(is_call, lambda node: call("_ltx_call_plain", node.func, *node.args)).visit(tree)
+    return _Replace(is_call, lambda node: call("_ltx_call_plain", submodule(node.func), *node.args)).visit(tree)
 
 
 # ---- gated activations

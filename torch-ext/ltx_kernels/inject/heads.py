@@ -20,7 +20,7 @@ from .. import functional
 from .blocks import call_plain, is_packed, project
 from .deferred import Defer, Deferred, deferred_tree, stock_only, taken, value
 from .norms import know_norm, norm_arguments
-from .rewriting import call, is_of, parsed, recompiled, rewritten, self_attribute
+from .rewriting import call, is_of, parsed, recompiled, rewritten, self_attribute, submodule
 from .rotations import PROCESSORS, ROPES, Tables
 
 
@@ -342,9 +342,9 @@ class _DeferHeads(Defer):
                 ("project", function.attr in sum(_PROJECTIONS, ())),
             ):
                 if is_meant:
-                    return self._step(method, function, self.visit(node.args[0]))
+                    return self._step(method, submodule(function), self.visit(node.args[0]))
         if is_call_of_one and ast.unparse(function) in _OUTPUT:
-            return call("_ltx_call_plain", function, self.value(self.visit(node.args[0])))
+            return call("_ltx_call_plain", submodule(function), self.value(self.visit(node.args[0])))
         if isinstance(function, ast.Name):
             followed, rotates = function.id in _FOLLOWED, function.id.startswith("apply_rotary_emb")
             if followed or rotates:

@@ -134,6 +134,17 @@ def call(function: str, *arguments: ast.expr, keywords: Sequence[ast.keyword] = 
     return ast.Call(ast.Name(function, ast.Load()), list(arguments), list(keywords))
 
 
+def submodule(node: ast.expr) -> ast.expr:
+    """The expression `module.name` or `module.name[0]` of a submodule, found before nn.Module.__getattr__ is asked.
+
+    That is written in Python and takes the host as long as a few views of a tensor do.
+    """
+    is_attribute = isinstance(node, ast.Attribute)
+    owner, name = (node.value, node.attr) if is_attribute else (submodule(node.value), str(node.slice.value))
+    of_owner = ast.Attribute(ast.Attribute(owner, "_modules", ast.Load()), "get", ast.Load())
+    return ast.BoolOp(ast.Or(), [ast.Call(of_owner, [ast.Constant(name)], []), node])
+
+
 def self_attribute(node: ast.AST) -> str:
     """The name in `self.name`; empty for any other expression."""
     is_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"

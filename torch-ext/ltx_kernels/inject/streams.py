@@ -22,7 +22,7 @@ from .blocks import linear_gelu_tanh
 from .deferred import INNER, Defer, Deferred, deferred_forward, deferred_tree, taken, value
 from .norms import FLOATS, know_norm, norm_arguments
 from .patching import is_plain
-from .rewriting import call, is_of, recompiled, self_attribute
+from .rewriting import call, is_of, recompiled, self_attribute, submodule
 
 # ---- deferred values
 
@@ -60,7 +60,7 @@ def _source(x: Any) -> Any:
 
 def _read(x: Any) -> Any:
     """The tensor that our op reads for x; None for None."""
-    return x if type(x) is Tensor else value(_source(x))
+    return x if x is None or type(x) is Tensor else value(_source(x))
 
 
 class OnePlus(Deferred):
@@ -292,7 +292,7 @@ class _DeferStream(Defer):
             if is_of_one and self_attribute(inner.func) not in ("", *self.modules, *self.followed):
                 return call("_ltx_call_both", function, inner.func, self.visit(inner.args[0]))
             self.generic_visit(node)
-            return call("_ltx_call_module", function, *node.args, keywords=node.keywords)
+            return call("_ltx_call_module", submodule(function), *node.args, keywords=node.keywords)
         if isinstance(function, ast.Attribute) and not node.keywords:
             self_value = functools.partial(self.visit, function.value)
             if function.attr == "float" and not arguments:
