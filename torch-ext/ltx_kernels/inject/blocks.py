@@ -101,13 +101,29 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(parameters.get("weight")) is nn.Parameter and "bias" in parameters
 
 
-def call_plain(module: Any, x: Any) -> Any:
-    """module(x), past nn.Module.__call__ where that has nothing to do: it takes the host half as long as a GEMM.
+_CALL = nn.Module.__call__
 
-    While grad is enabled it may have: a module's backward hooks are its business.
+
+def call_forward(module: Any, *args: Any, **options: Any) -> Any:
+    """module(*args, **options), past nn.Module.__call__ where that would only call the forward.
+
+    It takes the host half as long as a GEMM. While grad is enabled it may do more: backward hooks are its business.
     """
+    if type(module).__call__ is not _CALL or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
+        return module(*args, **options)
+    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+        return module(*args, **options)
+    if module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None:
+        return module(*args, **options)
+    return module.forward(*args, **options)
+
+
+def call_plain(module: Any, x: Any) -> Any:
+    """module(x), past the forward too where that is a plain Linear's or Dropout's."""
     cls = type(module)
-    if torch.compiler.is_dynamo_compiling() or cls not in _FORWARDS or torch.is_grad_enabled():
+    if cls not in _FORWARDS:
+        return call_forward(module, x)
+    if cls.__call__ is not _CALL or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
         return module(x)
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return module(x)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from . import decoders, heads, ltx, ltx_vae, streams
-from .blocks import linear_gelu_tanh, packing
+from .blocks import call_plain, linear_gelu_tanh, packing
 from .deferred import stock_only, taken
 from .norms import know_norm, norm_arguments, rms_norm_forward, weight_of
 from .patching import Recipe, own_forward
@@ -61,6 +61,16 @@ def _gelu(self, hidden_states):
     """activations.GELU, a Linear and a GELU: one GEMM in inference."""
     y = linear_gelu_tanh(hidden_states, self.proj) if self.approximate == "tanh" else None
     return type(self).forward(self, hidden_states) if y is None else y
+
+
+@own_forward("feed_forward")
+def _feed_forward(self, hidden_states, *args, **kwargs):
+    """attention.FeedForward: a plain Linear or Dropout of it is called past nn.Module."""
+    if args or kwargs:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    for module in self.net:
+        hidden_states = call_plain(module, hidden_states)
+    return hidden_states
 
 
 @own_forward("layer_norm")
@@ -164,6 +174,7 @@ RECIPES: dict[tuple[str, str], Recipe] = {
     ("diffusers.models.normalization", "MochiRMSNorm"): _rms_norm("single", "hidden_states"),
     ("diffusers.models.normalization", "FP32LayerNorm"): Recipe("layer_norm", _large(_plan_layer_norm)),
     ("diffusers.models.activations", "GELU"): Recipe("gelu", _large(lambda module: _gelu)),
+    ("diffusers.models.attention", "FeedForward"): Recipe("feed_forward", _large(lambda module: _feed_forward)),
     **{
         (module, name): recipe
         for recipe, classes in _FAMILIES.items()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .blocks import linear_gelu_tanh
+from .blocks import call_forward, linear_gelu_tanh
 from .deferred import INNER, Defer, Deferred, deferred_forward, deferred_tree, taken, value
 from .norms import FLOATS, know_norm, norm_arguments
 from .patching import is_plain
@@ -173,7 +173,7 @@ class Normed(Deferred):
     def compute(self) -> Tensor:
         x, scale, shift = self.x, self.scale, self.shift
         if type(x) is Tensor and scale is None:
-            return self.module(x)  # nothing to fuse
+            return call_forward(self.module, x)  # nothing to fuse
         x = _source(x)
         is_open = isinstance(x, Sum) and x.computed is None
         if scale is None and not is_open and x is self.x:
@@ -275,10 +275,12 @@ def call_both(outer: Any, inner: Any, x: Any) -> Any:
 
 class _DeferStream(Defer):
     answered = ("unsqueeze",)
+    gives_tensor = ("_ltx_value", "_ltx_call_forward")
 
-    def __init__(self, followed: tuple[str, ...], modules: frozenset[str]):
+    def __init__(self, followed: tuple[str, ...], modules: frozenset[str], others: frozenset[str]):
         self.followed = followed  # methods of the class that have a part in the stream
-        self.modules = modules  # attributes that are modules with a part in it; others get tensors and return them
+        self.modules = modules  # attributes that are modules with a part in it
+        self.others = others  # .. and those that get tensors and return them
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         function, arguments = node.func, node.args
@@ -302,7 +304,10 @@ class _DeferStream(Defer):
                 return call("_ltx_cast", self_value(), dtype)
             if function.attr == "to" and len(arguments) == 1:
                 return call("_ltx_cast", self_value(), self.visit(arguments[0]))
-        return super().visit_Call(node)
+        node = super().visit_Call(node)
+        if name in self.others:
+            return call("_ltx_call_forward", submodule(function), *node.args, keywords=node.keywords)
+        return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         if isinstance(node.op, (ast.Add, ast.Mult)):
@@ -322,6 +327,7 @@ _HELPERS = {
     "_ltx_cast": cast,
     "_ltx_call_module": call_module,
     "_ltx_call_both": call_both,
+    "_ltx_call_forward": call_forward,
     "_ltx_float32": torch.float32,
     "_ltx_value": value,
 }
@@ -342,9 +348,14 @@ def _method(stock: Callable, tree: ast.FunctionDef) -> Callable:
 
 @functools.cache  # one forward for all instances of a class that have the same parts: they compile once
 def _forward(
-    stock: Callable, kind: str, methods: tuple[Callable, ...], modules: frozenset[str], arguments: bool
+    stock: Callable,
+    kind: str,
+    methods: tuple[Callable, ...],
+    modules: frozenset[str],
+    others: frozenset[str],
+    arguments: bool,
 ) -> Union[Callable, str]:
-    defer = _DeferStream(tuple(method.__name__ for method in methods), modules)
+    defer = _DeferStream(tuple(method.__name__ for method in methods), modules, others)
     trees = [deferred_tree(stock, defer, arguments), *(deferred_tree(method, defer, True) for method in methods)]
     for tree in trees:
         if isinstance(tree, str):
@@ -364,9 +375,10 @@ def plan(kind: str, is_deferred: Callable[[type], bool], *followed: str) -> Call
     def plan_of(module: nn.Module) -> Union[Callable, str]:
         children = [(name, type(child)) for name, child in module.named_children()]
         modules = frozenset(n for n, cls in children if know_norm(cls) or cls is nn.GELU or is_deferred(cls))
+        others = frozenset(n for n, cls in children) - modules
         cls = type(module)
         methods = (getattr(cls, name) for name in followed)
         followed_methods = tuple(method for method in methods if is_of(method, cls.__module__))
-        return _forward(cls.forward, kind, followed_methods, modules, arguments=is_deferred(cls))
+        return _forward(cls.forward, kind, followed_methods, modules, others, arguments=is_deferred(cls))
 
     return plan_of
