@@ -1,6 +1,7 @@
 """The linear layers of the fused blocks, as torch.compile sees them: two ops of their own."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -75,10 +76,17 @@ CHANGES = {
         layer, "__class__", type("Other", (type(layer),), {"forward": lambda self, x: x + 1})
     ),
     "training": lambda layer, monkeypatch: layer.train(),
+    "call of the class": lambda layer, monkeypatch: setattr(
+        layer, "__class__", type("Other", (type(layer),), {"__call__": lambda self, x: x + 1})
+    ),
+    "call of all modules": lambda layer, monkeypatch: monkeypatch.setattr(nn.Module, "__call__", lambda self, x: x + 1),
 }
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Dropout()], ids=str)
+LAYERS = [nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Dropout(), nn.Hardtanh()]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_done_to_a_layer_that_is_called_past_its_module(blocks, monkeypatch, layer, change):
     layer, x = copy.deepcopy(layer).eval(), torch.randn(3, 8)
@@ -86,17 +94,30 @@ def test_what_is_done_to_a_layer_that_is_called_past_its_module(blocks, monkeypa
     try:
         with torch.no_grad():
             results = []
-            for call in (layer, lambda x: blocks.call_plain(layer, x)):
+            for call in (layer, *(partial(call, layer) for call in (blocks.call_plain, blocks.call_forward))):
                 torch.manual_seed(0)
                 results.append(call(x))
     finally:
         if hasattr(handle, "remove"):
             handle.remove()
-    assert torch.equal(*results)
+    assert all(torch.equal(result, results[0]) for result in results[1:])
 
 
-def test_backward_hooks_of_a_layer_run(blocks):
+@pytest.mark.parametrize("call", ["call_plain", "call_forward"])
+def test_backward_hooks_of_a_layer_run(blocks, call):
     layer, seen = nn.Linear(8, 8), []
     layer.register_full_backward_hook(lambda module, grads, more: seen.append(module))
-    blocks.call_plain(layer, torch.randn(3, 8)).sum().backward()
+    getattr(blocks, call)(layer, torch.randn(3, 8)).sum().backward()
     assert seen == [layer]
+
+
+def test_a_compiled_layer_runs_what_was_compiled(blocks):
+    class Plus(nn.Module):  # dynamo compiles no frame of torch.nn
+        def forward(self, x):
+            return x + 1
+
+    layer, seen = Plus(), []
+    layer.compile(backend=lambda graph, inputs: seen.append(graph) or graph.forward)
+    with torch.no_grad():
+        blocks.call_forward(layer, torch.randn(3, 8))
+    assert len(seen) == 1

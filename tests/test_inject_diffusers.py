@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -455,8 +454,9 @@ def test_packed_projections_with_a_hook_are_called_as_modules(k, flux, inner, pa
     assert len(seen) == 1
 
 
-#: functions of the package that a block calls, at most: the host's time, of which a small model has most
-CALLS = {"sdxl": 180, "flux": 480, "wan2.1": 390}
+#: Python functions that a block calls, at most: the host's time, of which a small model has most. In torch 2.13 and
+#: diffusers 0.42.1 they are 240, 581 and 452, in stock 301, 292 and 194.
+CALLS = {"sdxl": 250, "flux": 600, "wan2.1": 470}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -464,10 +464,10 @@ def test_a_block_asks_little_of_the_host(k, name):
     family = FAMILIES[name]
     model = family.build()
     block, args, options = calls_of(blocks_of(k, model)[:1], model, family.inputs())[0]
-    package, calls = str(Path(k.__file__).parent), []
+    calls = []
 
     def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(package):
+        if event == "call":
             calls.append(frame.f_code.co_name)
 
     profiler = sys.getprofile()

@@ -173,7 +173,7 @@ def test_chunked_feed_forward(k):
 
 def test_kinds_can_be_left_out(k, flux):
     model, inputs, expected = flux
-    kinds = ["transformer_block", "ada_norm", "attention", "rms_norm", "layer_norm", "gelu"]
+    kinds = ["transformer_block", "ada_norm", "attention", "rms_norm", "layer_norm", "gelu", "feed_forward"]
     assert set(k.inject_optimized_kernels(model).counts) == set(kinds)
     for kind in kinds:
         k.remove_optimized_kernels(model)
