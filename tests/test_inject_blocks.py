@@ -1,5 +1,6 @@
 """The linear layers of the fused blocks, as torch.compile sees them: two ops of their own."""
 
+import ast
 import copy
 from functools import partial
 
@@ -121,3 +122,21 @@ def test_a_compiled_layer_runs_what_was_compiled(blocks):
     with torch.no_grad():
         blocks.call_forward(layer, torch.randn(3, 8))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["m.child", "m.layers[0]", "m.gone", "m.empty", "m.attribute", "m.missing", "m.empty[0]"]
+)
+def test_submodules_are_those_that_the_module_gives(inner, path):
+    m = nn.Module()
+    m.child, m.layers, m.gone, m.empty = nn.Linear(2, 2), nn.ModuleList([nn.GELU()]), nn.GELU(), nn.ModuleList()
+    m.gone, m.attribute = None, "text"
+    node = inner("rewriting").submodule(ast.parse(path, mode="eval").body)
+    found = compile(ast.fix_missing_locations(ast.Expression(node)), path, "eval")
+    try:
+        expected = eval(path)
+    except (AttributeError, IndexError) as error:
+        with pytest.raises(type(error)):
+            eval(found)
+    else:
+        assert eval(found) is expected
