@@ -54,7 +54,7 @@ LTX_KERNELS_INLINE void activate_piece(const typename T::Storage* gate, const ty
                                        typename T::Storage* __restrict y, F&& f) {
   if constexpr (std::is_same_v<T, Float16>) {  // converted a run at a time
     constexpr int64_t kRun = 512;
-    float gates[kRun], values[kRun], results[kRun];
+    alignas(kCacheLine) float gates[kRun], values[kRun], results[kRun];
     for (int64_t first = 0; first < count; first += kRun) {
       const int64_t run = std::min(kRun, count - first);
       load_halves(gate + first, run, gates);

@@ -41,7 +41,7 @@ class RowReader {
  private:
   const Operand& operand_;
   const int64_t hidden_;
-  std::vector<float> buffer_;
+  FloatBuffer buffer_;
   const float* floats_ = nullptr;
   int64_t offset_ = -1;
 };
@@ -61,10 +61,11 @@ LTX_KERNELS_INLINE void compute_row(int64_t count, float* __restrict out, F&& f)
 
 LTX_KERNELS_MULTIVERSION void forward_rows(const NormParams& p, int64_t begin, int64_t end) {
   const int64_t hidden = p.rows.hidden;
-  std::vector<float> h_buffer(p.residual.data != nullptr ? hidden : 0);
-  float x_strip[kStrip];
-  float residual_strip[kStrip];
-  float y_strip[kStrip];
+  const bool sums_are_normed = p.residual.data != nullptr && p.statistic != Statistic::kNone;
+  FloatBuffer h_buffer(sums_are_normed ? hidden : 0);
+  alignas(kCacheLine) float x_strip[kStrip];
+  alignas(kCacheLine) float residual_strip[kStrip];
+  alignas(kCacheLine) float y_strip[kStrip];
   RowReader x_rows(p.x, hidden);
   RowReader gate_rows(p.gate, hidden), gate_table_rows(p.gate_table, hidden);
   RowReader weight_rows(p.weight, hidden), bias_rows(p.bias, hidden);
@@ -76,6 +77,7 @@ LTX_KERNELS_MULTIVERSION void forward_rows(const NormParams& p, int64_t begin, i
     if (p.residual.data != nullptr) {
       const float* const gates = gate_rows.at(row);
       const float* const tables = gate_table_rows.at(row);
+      const bool in_place = p.new_residual.dtype == Dtype::kFloat32;
       float* const sums = place_of(p.new_residual, row, h_buffer.data());
       for (int64_t first = 0; first < hidden; first += kStrip) {
         const int64_t count = std::min(kStrip, hidden - first);
@@ -83,7 +85,7 @@ LTX_KERNELS_MULTIVERSION void forward_rows(const NormParams& p, int64_t begin, i
         const float* const residual = floats_of(p.residual, row.of(p.residual) + first, count, residual_strip);
         const float* const gate = advanced(gates, first);
         const float* const table = advanced(tables, first);
-        float* const sum = sums + first;
+        float* const sum = in_place || sums_are_normed ? sums + first : y_strip;
         if (gate == nullptr) {
           compute_row(count, sum, [=](int64_t i) { return residual[i] + x[i]; });
         } else if (table == nullptr) {
@@ -91,9 +93,9 @@ LTX_KERNELS_MULTIVERSION void forward_rows(const NormParams& p, int64_t begin, i
         } else {
           compute_row(count, sum, [=](int64_t i) { return residual[i] + (gate[i] + table[i]) * x[i]; });
         }
-        if (sums == h_buffer.data()) store_row(p.new_residual, row.of(p.new_residual) + first, count, sum);
+        if (!in_place) store_row(p.new_residual, row.of(p.new_residual) + first, count, sum);
       }
-      if (p.statistic == Statistic::kNone) continue;
+      if (!sums_are_normed) continue;
       round_row(p.new_residual.dtype, hidden, sums);
       h = sums;
     } else {
@@ -154,7 +156,7 @@ LTX_KERNELS_MULTIVERSION void forward_rows(const NormParams& p, int64_t begin, i
 // Every partials-th row from `first` on; their part of grad_weight goes to row `first` of the partial sums.
 LTX_KERNELS_MULTIVERSION void backward_rows(const NormBackwardParams& p, int64_t first, int64_t step) {
   const int64_t hidden = p.rows.hidden;
-  std::vector<float> buffer(3 * hidden);
+  FloatBuffer buffer(3 * hidden);
   float* const grad_y = buffer.data();
   float* const normed = grad_y + hidden;
   float* const g = normed + hidden;

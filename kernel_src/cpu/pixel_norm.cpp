@@ -25,9 +25,9 @@ inline float channel_value(const Operand& operand, int64_t image, int64_t channe
 }
 
 LTX_KERNELS_MULTIVERSION void norm_runs(const PixelNormParams& p, int64_t image_runs, int64_t begin, int64_t end) {
-  float x[kRun];
-  float sum[kRun];
-  float rstd[kRun];
+  alignas(kCacheLine) float x[kRun];
+  alignas(kCacheLine) float sum[kRun];
+  alignas(kCacheLine) float rstd[kRun];
   for (int64_t number = begin; number < end; ++number) {
     const int64_t image = number / image_runs;
     const int64_t first = number % image_runs * kRun;

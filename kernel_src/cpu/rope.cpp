@@ -75,7 +75,7 @@ LTX_KERNELS_MULTIVERSION void rope_items(const RopeParams& p, const Vectors* vec
   const int64_t d = p.head_size;
   const int64_t half = p.rotary_dim / 2;
   const int64_t tokens = std::max(p.sides[0].tokens, p.sides[1].tokens);
-  std::vector<float> buffer(std::max(p.sides[0].heads, p.sides[1].heads) * d + 2 * half);
+  FloatBuffer buffer(std::max(p.sides[0].heads, p.sides[1].heads) * d + 2 * half);
   float* const cos = buffer.data();
   float* const sin = cos + half;
   float* const x = sin + half;
