@@ -85,6 +85,32 @@ def test_any_order_of_operations_gives_what_stock_gives(k, device, inner, dtypes
                 assert ours == theirs
 
 
+class Inner(nn.Module):
+    def forward(self, x, *rest, **options):
+        return torch.relu(options["y"]) + torch.relu(rest[0]) + torch.relu(x)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x, branch, gate):
+        return self.inner(x + gate * branch, x + branch, y=x - gate * branch + x)
+
+
+def test_a_deferred_value_among_the_options_of_a_deferred_module_is_asked_for(k, inner):
+    """It came to torch as it was: TypeError, relu() got a Sum."""
+    streams = inner("streams")
+    module = Outer()
+    module.inner.forward = streams.plan("inner", lambda cls: cls is Inner)(module.inner).__get__(module.inner)
+    forward = streams.plan("outer", lambda cls: cls is Inner)(module)
+    x, branch, gate = (torch.randn(2, 5, 32) for _ in range(3))
+    with torch.no_grad():
+        expected = Outer()(x, branch, gate)
+        assert relative(forward(module, x, branch, gate), expected) < 1e-6
+
+
 def heads_in_any_order(ops, norm, k_norm, wide_norm, apply_rotary_emb, q, k, tables):
     """As a processor might: `ops` has norm, rope, cat and put."""
     table = tuple(t[2:] for t in tables)

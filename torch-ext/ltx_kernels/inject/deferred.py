@@ -168,7 +168,8 @@ class Defer(ast.NodeTransformer):
 
     def _names(self, tree: ast.FunctionDef, arguments: bool) -> set[str]:
         """Names that may hold what is deferred."""
-        parameters = (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs, tree.args.vararg)
+        of = tree.args
+        parameters = (*of.posonlyargs, *of.args, *of.kwonlyargs, of.vararg, of.kwarg)
         names = {parameter.arg for parameter in parameters if parameter and arguments}
         given = []  # (what binds names, to what)
         for node in _own_nodes(tree):
