@@ -162,3 +162,9 @@ def inner(k):
 def any_size(monkeypatch, inner):
     """Compiled models of diffusers run the ops on tiny tensors as well."""
     monkeypatch.setattr(inner("diffusers"), "COMPILED_ELEMENTS", 0)
+
+
+@pytest.fixture
+def every_layer_norm(inner, monkeypatch):
+    """LayerNorms of tiny models are left to torch otherwise."""
+    monkeypatch.setattr(inner("decoders"), "LAYER_NORM_ELEMENTS", 0)
