@@ -165,6 +165,14 @@ def any_size(monkeypatch, inner):
 
 
 @pytest.fixture
+def own_attention_backend():
+    """A model's set_attention_backend sets that of the process as well: it is put back."""
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    with dispatch.attention_backend(dispatch._AttentionBackendRegistry.get_active_backend()[0]):
+        yield
+
+
+@pytest.fixture
 def every_layer_norm(inner, monkeypatch):
     """LayerNorms of tiny models are left to torch otherwise."""
     monkeypatch.setattr(inner("decoders"), "LAYER_NORM_ELEMENTS", 0)

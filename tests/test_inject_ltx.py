@@ -257,7 +257,7 @@ def test_a_hook_in_a_frozen_block_may_bring_in_what_is_trained(k, ltx):
     assert relative(gradient[1], gradient[0]) < 1e-4
 
 
-def test_forward_mode_derivatives_are_those_of_stock(k, ltx):
+def test_forward_mode_derivatives_are_those_of_stock(k, ltx, own_attention_backend):
     model, inputs, _ = ltx
     model.set_attention_backend("_native_math")  # the other kernels of attention have no forward-mode derivative
     x = inputs.pop("hidden_states")

@@ -137,12 +137,11 @@ def test_fuse_qkv_projections_is_harmless(k, ltx):
 # ---- attention backends
 
 
-def test_set_attention_backend(k, ltx, monkeypatch):
+def test_set_attention_backend(k, ltx, own_attention_backend, monkeypatch):
     from diffusers.models import attention_dispatch
 
     model, inputs, expected = ltx
     k.inject_optimized_kernels(model)
-    active = attention_dispatch._AttentionBackendRegistry.get_active_backend()[0]
     math = attention_dispatch.AttentionBackendName._NATIVE_MATH
     calls = []
     real = attention_dispatch._AttentionBackendRegistry._backends[math]
@@ -152,11 +151,8 @@ def test_set_attention_backend(k, ltx, monkeypatch):
         return real(*args, **kwargs)
 
     monkeypatch.setitem(attention_dispatch._AttentionBackendRegistry._backends, math, spy)
-    try:
-        model.set_attention_backend("_native_math")
-        assert differences(run(model, inputs), expected) < 1e-5
-    finally:
-        attention_dispatch._AttentionBackendRegistry.set_active_backend(active)
+    model.set_attention_backend("_native_math")
+    assert differences(run(model, inputs), expected) < 1e-5
     assert len(calls) == 6
     assert fused(k, model, inputs)
 

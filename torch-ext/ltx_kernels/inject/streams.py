@@ -171,15 +171,11 @@ class Normed(Deferred):
         return self.value()[index]
 
     def compute(self) -> Tensor:
-        x, scale, shift = self.x, self.scale, self.shift
-        if type(x) is Tensor and scale is None:
-            return call_forward(self.module, x)  # nothing to fuse
-        x = _source(x)
+        x = _source(self.x)
         is_open = isinstance(x, Sum) and x.computed is None
-        if scale is None and not is_open and x is self.x:
-            return self.module(value(x))
-        if scale is not None:
-            scale, shift = _read(scale), _read(shift)
+        if self.scale is None and not is_open and x is self.x:
+            return call_forward(self.module, value(x))  # nothing to fuse
+        scale, shift = _read(self.scale), _read(self.shift)
         if self.dtype is x.dtype:
             operands = x.as_read() if is_open else None
             if operands is not None and operands[1].dtype is self.dtype:
