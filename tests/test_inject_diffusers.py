@@ -432,7 +432,7 @@ def test_wide_projections_are_packed_on_a_gpu(k):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     family = FAMILIES["flux"]
-    sizes = {"num_attention_heads": 16, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
+    sizes = {"num_attention_heads": 18, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
     model = family.build(**sizes, num_layers=1, num_single_layers=1).to("cuda", torch.bfloat16)
     inputs = family.inputs("cuda", torch.bfloat16)
     expected = run(model, inputs)

@@ -1,59 +1,130 @@
-// A row shared by the blocks of a cluster (sm_90): each has one segment, and their sums meet in distributed shared
-// memory. A row of 64K would otherwise fill an SM with one block, which loads, then computes, then stores, and leaves
-// memory idle in between.
+// A row shared by the blocks of a cluster (sm_90): each has one segment. A row of 64K would otherwise fill an SM with
+// one block, which loads, then computes, then stores, and leaves memory idle in between. Each warp sends its sums to
+// every block, into shared memory where an mbarrier counts the bytes: one way over the network between the SMs, where a
+// barrier of the cluster and reads of each other's memory are three. rms_norm [1024, 65536] bf16: 72 us, 90 so.
 #pragma once
 
-#include <cooperative_groups.h>
+#include <cstdint>
 
+#include "launch.cuh"
 #include "reduce.cuh"
 
 namespace ltx_kernels {
 
 constexpr int kMaxSegments = 8;  // the largest cluster that every chip of sm_90 and later takes
 
-template <bool kSegmented>
+// kSums: at most, of an `add`.
+template <bool kSegmented, int kSums>
 class Segment {
  public:
+  __device__ __forceinline__ int row() const { return static_cast<int>(blockIdx.x); }  // or its block's place
   __device__ __forceinline__ unsigned rank() const { return 0; }
   __device__ __forceinline__ unsigned count() const { return 1; }
-  template <int kSums>
-  __device__ __forceinline__ void add(float (&)[kSums], int, bool) const {}
-  __device__ __forceinline__ void finish() const {}
+  template <int kCount>
+  __device__ __forceinline__ void add(float (&)[kCount], int) {}
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-template <>
-class Segment<true> {
+template <int kSums>
+class Segment<true, kSums> {
  public:
-  __device__ __forceinline__ unsigned rank() const { return cooperative_groups::this_cluster().block_rank(); }
-  __device__ __forceinline__ unsigned count() const { return cooperative_groups::this_cluster().num_blocks(); }
-
-  // Replaces the block's sums, which every thread has, by the row's: segment after segment, the same in all blocks. Two
-  // calls that follow each other need different slots. `last`: no call follows, and a block may end once the others
-  // have read its sums.
-  template <int kSums>
-  __device__ __forceinline__ void add(float (&sums)[kSums], int slot, bool last) const {
-    __shared__ float shared[2][kSums];
-    auto cluster = cooperative_groups::this_cluster();
+  // All threads of the block.
+  __device__ __forceinline__ Segment() {
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank_));
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count_));
     if (threadIdx.x == 0) {
 #pragma unroll
-      for (int k = 0; k < kSums; ++k) shared[slot][k] = sums[k];
+      for (int turn = 0; turn < 2; ++turn) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&shared().arrived[turn])) : "memory");
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    cluster.sync();
-    // A lane reads one block's sums, all lanes at once: one after the other, the latencies of distant reads add up.
-    const int lane = threadIdx.x % kWarpSize;
-    const int blocks = static_cast<int>(cluster.num_blocks());
-#pragma unroll
-    for (int k = 0; k < kSums; ++k) {
-      const float part = lane < blocks ? *cluster.map_shared_rank(&shared[slot][k], lane) : 0.f;
-      float sum = __shfl_sync(0xffffffffu, part, 0);
-      for (int other = 1; other < blocks; ++other) sum = __fadd_rn(sum, __shfl_sync(0xffffffffu, part, other));
-      sums[k] = sum;
-    }
-    if (last) cluster.barrier_arrive();
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   }
 
-  __device__ __forceinline__ void finish() const { cooperative_groups::this_cluster().barrier_wait(); }
+  __device__ __forceinline__ int row() const {
+    unsigned cluster;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));
+    return static_cast<int>(cluster);
+  }
+  __device__ __forceinline__ unsigned rank() const { return rank_; }
+  __device__ __forceinline__ unsigned count() const { return count_; }
+
+  // Replaces each thread's sums by the row's: in every segment those of row_sums, then segment after segment, the same
+  // in all blocks. `turn`: 0 or 1, another for each call.
+  template <int kCount>
+  __device__ __forceinline__ void add(float (&sums)[kCount], int turn) {
+    static_assert(kCount <= kSums);
+    if (!met_) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all barriers are there
+    met_ = true;
+    Shared& own = shared();
+    const int warps = blockDim.x / kWarpSize, warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const uint32_t arrived = address(&own.arrived[turn]);
+    if (threadIdx.x == 0) {
+      const unsigned bytes = count_ * warps * kCount * sizeof(float);
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived), "r"(bytes) : "memory");
+    }
+    __syncwarp();
+    warp_sums(sums);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (lane < static_cast<int>(count_)) send(sums[k], &own.sums[turn][k][rank_][warp], arrived, lane);
+    }
+    wait(arrived);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      float parts[kMaxSegments];
+#pragma unroll
+      for (int segment = 0; segment < kMaxSegments; ++segment) {
+        parts[segment] = segment < static_cast<int>(count_) && lane < warps ? own.sums[turn][k][segment][lane] : 0.f;
+      }
+      warp_sums(parts);
+      sums[k] = parts[0];
+#pragma unroll
+      for (int segment = 1; segment < kMaxSegments; ++segment) {
+        if (segment < static_cast<int>(count_)) sums[k] = __fadd_rn(sums[k], parts[segment]);
+      }
+    }
+  }
+
+ private:
+  struct Shared {
+    uint64_t arrived[2];  // mbarriers
+    float sums[2][kSums][kMaxSegments][kMaxThreadsPerRow / kWarpSize];
+  };
+
+  static __device__ __forceinline__ Shared& shared() {
+    __shared__ Shared shared;
+    return shared;
+  }
+  static __device__ __forceinline__ uint32_t address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+  }
+  // To the same place in the memory of block `rank`, counted there.
+  static __device__ __forceinline__ void send(float value, const float* place, uint32_t arrived, int rank) {
+    uint32_t target, barrier;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(target) : "r"(address(place)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(arrived), "r"(rank));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(target), "f"(value),
+                 "r"(barrier)
+                 : "memory");
+  }
+  // Until all of a first phase has come. A block ends once it has everything that others send it.
+  static __device__ __forceinline__ void wait(uint32_t arrived) {
+    uint32_t done = 0;
+    while (!done) {
+      asm volatile(
+          "{.reg .pred done; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0; "
+          "selp.u32 %0, 1, 0, done;}"
+          : "=r"(done)
+          : "r"(arrived)
+          : "memory");
+    }
+  }
+
+  unsigned rank_, count_;
+  bool met_ = false;
 };
 #endif
 

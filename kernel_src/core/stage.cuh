@@ -8,10 +8,16 @@
 
 namespace ltx_kernels {
 
+// kReused: other blocks of the multiprocessor read the same bytes, which stay in its L1.
+template <bool kReused = false>
 __device__ __forceinline__ void copy_async_16(void* target, const void* source) {
 #if __CUDA_ARCH__ >= 800
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(target));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
+  if constexpr (kReused) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
+  }
 #else
   *static_cast<int4*>(target) = *static_cast<const int4*>(source);
 #endif

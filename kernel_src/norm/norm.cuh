@@ -12,11 +12,13 @@
 #include <type_traits>
 
 #include "../core/broadcast.cuh"
+#include "../core/divisor.cuh"
 #include "../core/kernel.cuh"
 #include "../core/launch.cuh"
 #include "../core/math.cuh"
 #include "../core/reduce.cuh"
 #include "../core/segment.cuh"
+#include "../core/stage.cuh"
 #include "../core/vec.cuh"
 #include "moments.cuh"
 #include "norm.h"
@@ -55,25 +57,24 @@ __host__ __device__ inline Has has_of(const NormParams& p) {
 // The sentence, for one vector. `read` is called as read(operand, values) and gives the operand's elements at the
 // vector's columns. Fused multiply-adds are spelled out: left to the compiler, they would differ between the kernels.
 
-// h = residual + (gate + gate_table)·x, in fp32. x is replaced by h.
+// gate + gate_table, where there is a gate.
 template <int kSize, typename Read>
-__device__ __forceinline__ void update_residual(const NormParams& p, const Has& has, Read&& read,
-                                                const float (&residual)[kSize], float (&x)[kSize]) {
-  if (!has.gate) {
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) x[j] = __fadd_rn(residual[j], x[j]);
-    return;
-  }
-  float gate[kSize];
+__device__ __forceinline__ void read_gate(const NormParams& p, const Has& has, Read&& read, float (&gate)[kSize]) {
+  if (!has.gate) return;
   read(p.gate, gate);
-  if (has.gate_table) {
-    float table[kSize];
-    read(p.gate_table, table);
+  if (!has.gate_table) return;
+  float table[kSize];
+  read(p.gate_table, table);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) gate[j] = __fadd_rn(gate[j], table[j]);
-  }
+  for (int j = 0; j < kSize; ++j) gate[j] = __fadd_rn(gate[j], table[j]);
+}
+
+// h = residual + gate·x, in fp32. x is replaced by h.
+template <int kSize>
+__device__ __forceinline__ void update_residual(const Has& has, const float (&gate)[kSize],
+                                                const float (&residual)[kSize], float (&x)[kSize]) {
 #pragma unroll
-  for (int j = 0; j < kSize; ++j) x[j] = fmaf(gate[j], x[j], residual[j]);
+  for (int j = 0; j < kSize; ++j) x[j] = has.gate ? fmaf(gate[j], x[j], residual[j]) : __fadd_rn(residual[j], x[j]);
 }
 
 // factor and term such that y = norm(h)·factor + term.
@@ -149,184 +150,200 @@ __device__ __forceinline__ void with_cast(const NormParams& p, const Has& has, F
   f(std::false_type{});
 }
 
-// What the rows of a thread share, at one of its vectors: read before the sums are taken, it comes while they are.
-template <typename M, int kSize>
-struct SharedVectors {
-  Vec<M, kSize> weight, bias, scale, scale_table, shift, shift_table;
+// What the rows of a thread share and `affine` reads, in its order. Calls f(operand).
+template <typename F>
+__device__ __forceinline__ void for_each_shared(const NormParams& p, const Has& has, F&& f) {
+  if (has.weight) f(p.weight);
+  if (has.bias) f(p.bias);
+  if (has.scale) f(p.scale);
+  if (has.scale_table) f(p.scale_table);
+  if (has.shift) f(p.shift);
+  if (has.shift_table) f(p.shift_table);
+}
 
-  // Calls f(operand, vector) for those that there are.
-  template <typename F>
-  static __device__ __forceinline__ void for_each(const NormParams& p, const Has& has, SharedVectors& vectors, F&& f) {
-    if (has.weight) f(p.weight, vectors.weight);
-    if (has.bias) f(p.bias, vectors.bias);
-    if (has.scale) f(p.scale, vectors.scale);
-    if (has.scale_table) f(p.scale_table, vectors.scale_table);
-    if (has.shift) f(p.shift, vectors.shift);
-    if (has.shift_table) f(p.shift_table, vectors.shift_table);
-  }
-};
-
-// Whether they fit into registers beside the rows. On an H200, bf16, in us: rms_norm [4096, 8192] 37.3, 38.9 read after
-// the sums; [4096, 16384] 74.6, 76.7. With a residual there is no gain, and more registers are a loss.
+// Bytes of shared memory in which that waits for a thread with `vectors` vectors of T, while the sums are taken: copied
+// there asynchronously, it holds no registers, and a thread reads only what it has copied itself. A trial of
+// layer_norm, [2, 2688, 4096] bf16: 25.8 us, 27.0 where it waits in registers.
 template <typename T, typename M>
-constexpr bool reads_ahead(const Has& has, int vectors, int rows) {
+__host__ __device__ constexpr int waiting_bytes(const Has& has, int vectors) {
   const int shared = has.weight + has.bias + has.scale + has.scale_table + has.shift + has.shift_table;
-  const int registers = vectors * kVectorBytes / 4 * (rows + shared * static_cast<int>(sizeof(M) / sizeof(T)));
-  return !has.residual && registers <= 48;
+  return shared * vectors * kVectorSize<T> * static_cast<int>(sizeof(M));
 }
 
 // T: the dtype of x, residual, h and y. M: of every other operand. kVecs vectors a thread hold a row; a thread has
 // kRows rows at a time, which share scale and shift, so that these are read and converted once. Rows are [outer,
 // inner]; a block stays within one outer index, and `chunks` blocks cover it. kSegmented (sm_90): a cluster of blocks
 // shares a row, each has a segment of it, and they add their sums up.
+//
+// A row or a vector that does not exist is another one, computed again and not stored: only stores and sums have a
+// condition, and nothing keeps the compiler from issuing all loads at once. layer_norm [2, 2688, 2048] bf16: 14.0 us,
+// 15.4 with conditions.
 template <typename T, typename M, Statistic kStatistic, unsigned kParts, int kVecs, int kRows, bool kSegmented>
 __global__ void __launch_bounds__(kMaxThreadsPerRow,
                                   min_blocks(kStatistic == Statistic::kLayer && sizeof(T) == 4 && kVecs * kRows == 8))
-    norm_fast_kernel(const __grid_constant__ NormParams p, const unsigned chunks) {
+    norm_fast_kernel(const __grid_constant__ NormParams p, const Divisor chunks) {
   wait_for_previous_kernel();
   constexpr int kSize = kVectorSize<T>;
   constexpr Has kHas = has_of(kParts);
   using Vector = Vec<T, kSize>;
+  constexpr bool kRest = kHasRest<T, kStatistic>;
+  constexpr int kSums = kRest ? 2 : 1;
   __shared__ float scratch[2][kMaxWarps * 2 * kRows];
+  extern __shared__ int4 waiting[];  // [shared operands, vectors, pieces, threads]
 
-  const Segment<kSegmented> segment;
-  const unsigned block = blockIdx.x / segment.count();
-  const unsigned outer = block / chunks;
-  const int64_t first = (static_cast<int64_t>(block - outer * chunks) * blockDim.y + threadIdx.y) * kRows;
-  const int64_t inner = p.rows.sizes[2];
-  const int rows = static_cast<int>(min(inner - first, static_cast<int64_t>(kRows)));  // that exist
+  Segment<kSegmented, kSums> segment;
+  int chunk;
+  const int outer = chunks.divide(segment.row(), &chunk);
+  const int first = (chunk * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y)) * kRows;
+  const int inner = static_cast<int>(p.rows.sizes[2]);
+  const int last = inner - 1;
   const int row_vectors = static_cast<int>(p.rows.hidden) / kSize;
   const auto vector = [&](int i) { return static_cast<int>(threadIdx.x + (segment.rank() * kVecs + i) * blockDim.x); };
-  const auto exists = [&](int row, int i) { return row < rows && vector(i) < row_vectors; };
-  // Where operands are read ahead, a row or a vector that does not exist is another one, computed again and not stored:
-  // only stores have a condition, and nothing keeps the compiler from issuing all loads at once. layer_norm
-  // [2, 2688, 2048] bf16: 14.0 us, 15.4 with conditions. Where they are not, it would only take registers.
-  constexpr bool kAhead = !kSegmented && reads_ahead<T, M>(kHas, kVecs, kRows);
-  const int64_t first_existing = min(first, inner - 1);
-  const auto existing_vector = [&](int i) { return min(vector(i), row_vectors - 1); };
-  const auto offset = [&](const Operand& operand) {
-    return outer * operand.strides[1] + first_existing * operand.strides[2];
+  const auto exists = [&](int i) { return vector(i) < row_vectors; };
+  const auto column = [&](int i) { return min(vector(i), row_vectors - 1) * kSize; };
+  // This thread's first row of an operand. Opaque: the compiler would work it out anew for each vector.
+  const auto first_row = [&](const Operand& operand, auto* data) {
+    data += static_cast<unsigned>(outer) * operand.strides[1] +
+            static_cast<unsigned>(min(first, last)) * operand.strides[2];
+    asm("" : "+l"(data));
+    __builtin_assume(__isGlobal(data));
+    return data;
   };
-  const auto vector_at = [&](const Operand& operand, int row, int v) {
-    T* const data = static_cast<T*>(operand.data) + offset(operand);
-    return reinterpret_cast<Vector*>(data) +
-           (kRows > 1 ? min(row, max(rows, 1) - 1) : 0) * (operand.strides[2] / kSize) + v;
+  const auto rows_of = [&](const Operand& operand) { return first_row(operand, static_cast<T*>(operand.data)); };
+  const auto vector_at = [&](const Operand& operand, T* rows, int row, int i) {
+    return reinterpret_cast<Vector*>(rows + (first + row <= last ? row * operand.strides[2] : 0) + column(i));
   };
-  // Calls f(row, i) for the vectors of this thread: those that exist, or all.
+  // Calls f(row, i) for the vectors of this thread.
   const auto for_each = [&](auto&& f) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
 #pragma unroll
-      for (int i = 0; i < kVecs; ++i) {
-        if (kAhead || exists(row, i)) f(row, i);
-      }
+      for (int i = 0; i < kVecs; ++i) f(row, i);
     }
   };
   const auto load_rows = [&](const Operand& operand, Vector(&vectors)[kRows][kVecs]) {
-    for_each([&](int row, int i) { vectors[row][i] = *vector_at(operand, row, existing_vector(i)); });
+    T* const from = rows_of(operand);
+    for_each([&](int row, int i) { vectors[row][i] = *vector_at(operand, from, row, i); });
   };
-  const auto store_vector = [&](const Operand& operand, int row, int i, const Vector& values) {
-    if (exists(row, i)) *vector_at(operand, row, vector(i)) = values;
-  };
-  const auto affine_at = [&](const Operand& operand, int i) {
-    return static_cast<const M*>(operand.data) + offset(operand) + existing_vector(i) * kSize;
-  };
-  const auto reader = [&](int i) {
-    return [&, i](const Operand& operand, float (&values)[kSize]) {
-      load_floats_as<M>(affine_at(operand, i), 0, true, kSize, values);
-    };
+  const auto store_vector = [&](const Operand& operand, T* rows, int row, int i, const Vector& values) {
+    if (first + row <= last && exists(i)) *vector_at(operand, rows, row, i) = values;
   };
 
-  Vector h[kRows][kVecs] = {};  // [rows, vectors]
+  Vector h[kRows][kVecs];  // [rows, vectors]
   load_rows(p.x, h);
-  using Shared = SharedVectors<M, kSize>;
-  Shared shared[kAhead ? kVecs : 1];
-  if constexpr (kAhead) {
+  // Where a shared vector of this thread waits, as kPieces of 16 bytes.
+  constexpr int kPieces = kSize * static_cast<int>(sizeof(M)) / kVectorBytes;
+  const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const auto waiting_at = [&](int operand, int i, int piece) {
+    return waiting + ((operand * kVecs + i) * kPieces + piece) * threads + thread;
+  };
+  if constexpr (kStatistic != Statistic::kNone) {
+    int operands = 0;
+    for_each_shared(p, kHas, [&](const Operand& operand) {
+      const M* const from = first_row(operand, static_cast<const M*>(operand.data));
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-      Shared::for_each(p, kHas, shared[i], [&](const Operand& operand, Vec<M, kSize>& values) {
-        values = *reinterpret_cast<const Vec<M, kSize>*>(affine_at(operand, i));
-      });
-    }
+      for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece)
+          copy_async_16<true>(waiting_at(operands, i, piece), from + column(i) + piece * kVectorSize<M>);
+      }
+      ++operands;
+    });
+    copy_async_commit();
   }
   if constexpr (kHas.residual) {
-    Vector residual[kRows][kVecs] = {};
+    Vector residual[kRows][kVecs];
     load_rows(p.residual, residual);
-    for_each([&](int row, int i) {
-      float x[kSize], r[kSize];
-      to_floats(h[row][i], x);
-      to_floats(residual[row][i], r);
-      update_residual(p, kHas, reader(i), r, x);
-      h[row][i] = from_floats<T, kSize>(x);
-      store_vector(p.new_residual, row, i, h[row][i]);
-    });
+    T* const new_residual = rows_of(p.new_residual);
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+      float gate[kSize];
+      const auto read = [&](const Operand& operand, float (&read_values)[kSize]) {
+        const M* const from = first_row(operand, static_cast<const M*>(operand.data));
+        load_floats_as<M>(from + column(i), 0, true, kSize, read_values);
+      };
+      read_gate(p, kHas, read, gate);
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        float x[kSize], r[kSize];
+        to_floats(h[row][i], x);
+        to_floats(residual[row][i], r);
+        update_residual(kHas, gate, r, x);
+        h[row][i] = from_floats<T, kSize>(x);
+        store_vector(p.new_residual, new_residual, row, i, h[row][i]);
+      }
+    }
   }
   if constexpr (kStatistic == Statistic::kNone) return;
 
-  // Calls f(row) with the `values` of each vector that exists.
+  // Calls f(row) with the `values` of each vector that exists. Where all do, as with most rows, no branch parts them.
   float values[kSize];
+  const bool all_exist = row_vectors == static_cast<int>(blockDim.x * segment.count()) * kVecs;
   const auto for_each_value = [&](auto&& f) {
-    for_each([&](int row, int i) {
-      if (vector(i) >= row_vectors) return;
-      to_floats(h[row][i], values);
-      f(row);
-    });
+    const auto for_each_if = [&](auto all) {
+      for_each([&](int row, int i) {
+        if (!all && !exists(i)) return;
+        to_floats(h[row][i], values);
+        f(row);
+      });
+    };
+    all_exist ? for_each_if(std::true_type{}) : for_each_if(std::false_type{});
+  };
+  const auto add_up = [&](auto& sums, int turn) {
+    if constexpr (kSegmented) {
+      segment.add(sums, turn);
+    } else {
+      row_sums(sums, scratch[turn]);
+    }
   };
   Moments moments[kRows];
   if constexpr (kStatistic == Statistic::kLayer) {
     float sums[kRows] = {};
     for_each_value([&](int row) { sums[row] = add_values(sums[row], values); });
-    row_sums(sums, scratch[0]);
-    segment.add(sums, 0, false);
+    add_up(sums, 0);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) moments[row].mean = sums[row] * p.rows.inverse_hidden;
   }
   // Squares, and for layer norm the centred sums behind them.
-  constexpr int kSums = kStatistic == Statistic::kLayer ? 2 : 1;
   float sums[kSums * kRows] = {};
   for_each_value([&](int row) {
-    add_moments<kStatistic>(moments[row].mean, kSize, values, sums[(kSums - 1) * kRows + row], sums[row]);
+    add_moments<kStatistic, kRest>(moments[row].mean, kSize, values, sums[(kSums - 1) * kRows + row], sums[row]);
   });
-  row_sums(sums, scratch[1]);
-  segment.add(sums, 1, true);
+  add_up(sums, 1);
 #pragma unroll
   for (int row = 0; row < kRows; ++row)
-    set_moments(p.rows.inverse_hidden, p.eps, kSums == 2 ? sums[(kSums - 1) * kRows + row] : 0.f, sums[row],
-                moments[row]);
+    set_moments(p.rows.inverse_hidden, p.eps, kRest ? sums[(kSums - 1) * kRows + row] : 0.f, sums[row], moments[row]);
 
   if (p.rstd != nullptr && threadIdx.x == 0 && segment.rank() == 0) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      if (row < rows) p.rstd[outer * inner + first + row] = moments[row].rstd;
+      if (first + row <= last) p.rstd[static_cast<int64_t>(outer) * inner + first + row] = moments[row].rstd;
     }
   }
+  T* const y = rows_of(p.y);
+  copy_async_wait<0>();
   with_cast<kStatistic>(p, kHas, [&](auto cast) {
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-      if (!kAhead && !exists(0, i)) continue;
       float factor[kSize], term[kSize];
-      affine(
-          p, kHas,
-          [&](const Operand& operand, float (&read)[kSize]) {
-            if constexpr (kAhead) {
-              Shared::for_each(p, kHas, shared[i], [&](const Operand& other, const Vec<M, kSize>& ahead) {
-                if (&operand == &other) to_floats(ahead, read);
-              });
-            } else {
-              reader(i)(operand, read);
-            }
-          },
-          factor, term);
+      int operands = 0;
+      const auto read = [&](const Operand&, float (&read_values)[kSize]) {
+        Vec<M, kSize> vector;
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece)
+          reinterpret_cast<int4*>(&vector)[piece] = *waiting_at(operands, i, piece);
+        to_floats(vector, read_values);
+        ++operands;
+      };
+      affine(p, kHas, read, factor, term);
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        float y[kSize];
-        to_floats(h[row][i], y);
-        finish<T, kStatistic, decltype(cast)::value>(p, kHas, moments[row], factor, term, y);
-        store_vector(p.y, row, i, from_floats<T, kSize>(y));
+        to_floats(h[row][i], values);
+        finish<T, kStatistic, decltype(cast)::value>(p, kHas, moments[row], factor, term, values);
+        store_vector(p.y, y, row, i, from_floats<T, kSize>(values));
       }
     }
   });
-  segment.finish();
 }
 
 // T: the dtype of x and h; float where x and the residual differ, which then holds any of the three. A row's sums are
@@ -373,11 +390,12 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 
   if (has.residual) {
     for_each([&](int64_t column, int count) {
-      float x[kSize], residual[kSize];
+      float x[kSize], residual[kSize], gate[kSize];
       const auto read = reader(column, count);
       read(p.x, x);
       read(p.residual, residual);
-      update_residual(p, has, read, residual, x);
+      read_gate(p, has, read, gate);
+      update_residual(has, gate, residual, x);
       store<T, kSize>(p.new_residual, row.offset(p.new_residual) + column, count, x);
     });
   }
@@ -395,13 +413,14 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     });
     moments.mean = sum[0] * p.rows.inverse_hidden;
   }
-  constexpr int kSums = kStatistic == Statistic::kLayer ? 2 : 1;
+  constexpr bool kRest = kHasRest<T, kStatistic>;
+  constexpr int kSums = kRest ? 2 : 1;
   float sums[kSums] = {};
   sum_segments(sums, [&](int64_t column, int count, float (&part)[kSums]) {
     reader(column, count)(h, values);
-    add_moments<kStatistic>(moments.mean, count, values, part[kSums - 1], part[0]);
+    add_moments<kStatistic, kRest>(moments.mean, count, values, part[kSums - 1], part[0]);
   });
-  set_moments(p.rows.inverse_hidden, p.eps, kSums == 2 ? sums[kSums - 1] : 0.f, sums[0], moments);
+  set_moments(p.rows.inverse_hidden, p.eps, kRest ? sums[kSums - 1] : 0.f, sums[0], moments);
 
   if (p.rstd != nullptr && exists && threadIdx.x == 0) p.rstd[number] = moments.rstd;
   for_each([&](int64_t column, int count) {

@@ -6,26 +6,26 @@
 
 namespace ltx_kernels {
 
-// How a row is spread: tuning as data, measured on an H200. More vectors a thread need fewer threads a row, and so
-// fewer barriers, but leave fewer rows in flight. What did no better: a block that stays, with the next row on its way
-// to shared memory while the present one is in registers ([4096, 16384] bf16: 79 us, 72 as it is).
+// How a row is spread: tuning as data, measured on an H200 (benchmarks/results/h200/tuning/norm_waiting_operands.txt).
+// More vectors a thread need fewer threads a row, and so fewer barriers and addresses, but leave fewer rows in flight.
 struct Spread {
   int vectors;   // a thread
   int rows;      // a thread, at a time, where nothing but x and residual differs between them
   int segments;  // blocks a row, a cluster on sm_90
 };
 
-inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vectors) {
+inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vectors, bool clusters) {
   const bool layer = statistic == Statistic::kLayer;
-  if (has.gate && !layer && row_vectors <= 512) return {1, 1, 1};  // gated_residual [2, 2688, 2048]: 22.6 us; {2}: 23.6
-  if (has.residual) return row_vectors <= 1024 ? Spread{2, 1, 1} : Spread{4, 1, 1};
-  if (has.scale && !layer && row_vectors <= 256) return {1, 4, 1};
-  if (has.scale) return row_vectors <= 1024 ? Spread{2, 2, 1} : Spread{4, 2, 1};
-  if (row_vectors > 4096) return {4, 1, row_vectors > 8192 ? kMaxSegments : kMaxSegments / 2};
+  if (has.residual) return !layer && row_vectors <= 512 ? Spread{1, 1, 1} : Spread{row_vectors <= 1024 ? 2 : 4, 1, 1};
+  if (has.scale && !layer) return {row_vectors <= 512 ? 2 : 4, 2, 1};
+  if (has.scale) return {row_vectors <= 256 ? 2 : 4, 1, 1};
+  if (layer) {
+    if (row_vectors > 4096) return {4, 1, kMaxSegments};
+    return {row_vectors <= 256 ? 2 : row_vectors <= 2048 ? 4 : 8, 1, 1};
+  }
   if (row_vectors > 2048)
-    return {8, 1, 1};  // [2048, 32768] bf16: 75 us, 88 in two segments; [1024, 65536]: 91 in four, 111 in one
-  if (layer) return row_vectors <= 1024 ? Spread{2, 2, 1} : Spread{4, 2, 1};
-  return row_vectors <= 512 ? Spread{2, 1, 1} : Spread{4, 1, 1};
+    return {8, 1, row_vectors <= 4096 ? 4 : kMaxSegments};  // [2048, 32768] bf16: 68.8 us, 76.5 in one
+  return {row_vectors <= 512 ? 2 : row_vectors < 1024 ? 4 : 8, 1, 1};
 }
 
 inline unsigned parts_of(const Has& has, bool* known) {
@@ -42,24 +42,23 @@ struct Plan {
   Spread spread;
 };
 
-template <typename T, typename M, Statistic kStatistic, unsigned kParts, int kVecs, int kRows>
-cudaError_t launch_fast(const NormParams& p, const Plan& plan, cudaStream_t stream) {
-  const int64_t chunks = ceil_div(p.rows.sizes[2], static_cast<int64_t>(plan.config.rows_per_block) * kRows);
+// False where the chip has too little shared memory, or, for a segmented kernel, no clusters.
+template <typename T, typename M, Statistic kStatistic, unsigned kParts, int kVecs, int kRows, bool kSegmented>
+bool launch_fast(const NormParams& p, const Plan& plan, cudaStream_t stream, cudaError_t* error) {
+  const auto kernel = norm_fast_kernel<T, M, kStatistic, kParts, kVecs, kRows, kSegmented>;
+  if (kSegmented && !is_sm_90_code(reinterpret_cast<const void*>(kernel))) return false;
   const dim3 threads(plan.config.threads_per_row, plan.config.rows_per_block);
-  return launch_kernel(norm_fast_kernel<T, M, kStatistic, kParts, kVecs, kRows, false>,
-                       {static_cast<unsigned>(chunks * p.rows.sizes[1]), threads}, stream, p,
-                       static_cast<unsigned>(chunks));
-}
-
-// False where the kernel was not compiled for a chip with clusters, or the chip has none.
-template <typename T, typename M, Statistic kStatistic, unsigned kParts>
-bool try_segmented(const NormParams& p, const Plan& plan, cudaStream_t stream, cudaError_t* error) {
-  const auto kernel = norm_fast_kernel<T, M, kStatistic, kParts, 4, 1, true>;
-  if (!is_sm_90_code(reinterpret_cast<const void*>(kernel))) return false;
-  const LaunchConfig config = {.blocks = static_cast<unsigned>(p.rows.count() * plan.spread.segments),
-                               .threads = plan.config.threads_per_row,
-                               .cluster = plan.spread.segments};
-  *error = launch_kernel(kernel, config, stream, p, static_cast<unsigned>(p.rows.sizes[2]));
+  const int64_t chunks = ceil_div(p.rows.sizes[2], static_cast<int64_t>(plan.config.rows_per_block) * kRows);
+  const LaunchConfig config = {
+      .blocks = static_cast<unsigned>(chunks * p.rows.sizes[1] * plan.spread.segments),
+      .threads = threads,
+      .shared_bytes = static_cast<int64_t>(waiting_bytes<T, M>(has_of(kParts), kVecs)) * threads.x * threads.y,
+      .cluster = plan.spread.segments};
+  int fits = 1;
+  *error = allow_shared_memory(kernel, config.shared_bytes, &fits);
+  if (*error != cudaSuccess) return true;
+  if (!fits) return false;
+  *error = launch_kernel(kernel, config, stream, p, Divisor(chunks));
   return true;
 }
 
@@ -77,35 +76,33 @@ cudaError_t launch_general(const NormParams& p, const Plan& plan, cudaStream_t s
 template <typename T, typename M, Statistic kStatistic, unsigned kParts>
 bool try_fast(const NormParams& p, unsigned parts, const Plan& plan, cudaStream_t stream, cudaError_t* error) {
   if (parts != kParts) return false;
-  constexpr bool kPlain = !(kParts & (kModulation | kResidual));
+  constexpr bool kLayer = kStatistic == Statistic::kLayer;
   if (plan.spread.segments > 1) {
-    if constexpr (kPlain) return try_segmented<T, M, kStatistic, kParts>(p, plan, stream, error);
+    if constexpr (!(kParts & (kModulation | kResidual)))
+      return launch_fast<T, M, kStatistic, kParts, kLayer ? 4 : 8, 1, true>(p, plan, stream, error);
     return false;
   }
   const auto try_spread = [&](auto vectors, auto rows) {
     constexpr int kVecs = decltype(vectors)::value, kRows = decltype(rows)::value;
     if (plan.spread.vectors != kVecs || plan.spread.rows != kRows) return false;
-    *error = launch_fast<T, M, kStatistic, kParts, kVecs, kRows>(p, plan, stream);
-    return true;
+    return launch_fast<T, M, kStatistic, kParts, kVecs, kRows, false>(p, plan, stream, error);
   };
   constexpr std::integral_constant<int, 1> k1;
   constexpr std::integral_constant<int, 2> k2;
   constexpr std::integral_constant<int, 4> k4;
   constexpr std::integral_constant<int, 8> k8;
   if constexpr (kParts & kResidual) {
-    if constexpr ((kParts & kGate) && kStatistic != Statistic::kLayer) {
+    if constexpr (!kLayer) {
       if (try_spread(k1, k1)) return true;
     }
     return try_spread(k2, k1) || try_spread(k4, k1);
-  } else if constexpr (kPlain && kStatistic == Statistic::kRms) {
-    return try_spread(k2, k1) || try_spread(k4, k1) || try_spread(k8, k1);
-  } else if constexpr (kPlain) {
-    return try_spread(k2, k2) || try_spread(k4, k2) || try_spread(k8, k1);
-  } else {  // scale and shift are shared by the rows of a thread, or each row has its own
-    if constexpr (kStatistic == Statistic::kRms) {
-      if (try_spread(k1, k4) || try_spread(k1, k1)) return true;
+  } else if constexpr (kParts & kModulation) {
+    if constexpr (!kLayer) {  // scale and shift are shared by the rows of a thread, or each row has its own
+      if (try_spread(k2, k2) || try_spread(k4, k2)) return true;
     }
-    return try_spread(k2, k2) || try_spread(k2, k1) || try_spread(k4, k2) || try_spread(k4, k1);
+    return try_spread(k2, k1) || try_spread(k4, k1);
+  } else {
+    return try_spread(k2, k1) || try_spread(k4, k1) || try_spread(k8, k1);
   }
 }
 
@@ -137,7 +134,8 @@ cudaError_t launch(const NormParams& p, bool mixed, cudaStream_t stream) {
   const Has has = has_of(p);
   const int64_t row_vectors = ceil_div(p.rows.hidden, kVectorSize<T>);
   Plan plan;
-  plan.spread = choose_spread(has, kStatistic, row_vectors);
+  const bool clusters = is_sm_90_code(reinterpret_cast<const void*>(norm_general_kernel<T, kStatistic>));
+  plan.spread = choose_spread(has, kStatistic, row_vectors, clusters);
   plan.config = row_launch(ceil_div(row_vectors, plan.spread.segments), plan.spread.vectors, /*block_threads=*/128);
 
   bool known = false;
@@ -155,7 +153,8 @@ cudaError_t launch(const NormParams& p, bool mixed, cudaStream_t stream) {
     if (operand->strides[2] != 0) plan.spread.rows = 1;
   }
   const int64_t held = static_cast<int64_t>(plan.config.threads_per_row) * plan.spread.vectors * plan.spread.segments;
-  if (known && aligned && held >= row_vectors && p.rows.sizes[0] == 1) {
+  const bool numbered = p.rows.count() <= INT32_MAX / kMaxSegments;  // rows and blocks are, with 31 bits
+  if (known && aligned && held >= row_vectors && p.rows.sizes[0] == 1 && numbered) {
     cudaError_t error = cudaSuccess;
     if (same_dtype && launch_known<T, T, kStatistic>(p, parts, plan, stream, &error)) return error;
     if constexpr (!std::is_same_v<T, float>) {

@@ -149,8 +149,8 @@ __device__ __forceinline__ void load_pairs(const RopeTable& table, const void* d
   }
 }
 
-// Sums of kRows rows at once over the threads of a row.
-template <Statistic kStatistic, int kRows, typename AddValues, typename AddMoments>
+// Sums of kRows rows of T at once over the threads of a row.
+template <typename T, Statistic kStatistic, int kRows, typename AddValues, typename AddMoments>
 __device__ __forceinline__ void take_moments(float inverse_width, float eps, float (*scratch)[kMaxWarps * 2 * kRows],
                                              AddValues&& add_row_values, AddMoments&& add_row_moments,
                                              Moments (&moments)[kRows]) {
@@ -163,14 +163,15 @@ __device__ __forceinline__ void take_moments(float inverse_width, float eps, flo
     for (int row = 0; row < kRows; ++row) moments[row].mean = sums[row] * inverse_width;
   }
   // Squares, and for layer norm the centred sums behind them.
-  constexpr int kSums = kStatistic == Statistic::kLayer ? 2 : 1;
+  constexpr bool kRest = kHasRest<T, kStatistic>;
+  constexpr int kSums = kRest ? 2 : 1;
   float sums[kSums * kRows] = {};
   float* const centred = sums + (kSums - 1) * kRows;
   add_row_moments(centred, sums);
   row_sums(sums, scratch[1]);
 #pragma unroll
   for (int row = 0; row < kRows; ++row)
-    set_moments(inverse_width, eps, kSums == 2 ? centred[row] : 0.f, sums[row], moments[row]);
+    set_moments(inverse_width, eps, kRest ? centred[row] : 0.f, sums[row], moments[row]);
 }
 
 // What the fast kernel reads, as strides that are ready to be added up: to work out an address costs a thread as much
@@ -214,9 +215,20 @@ struct RopeFast {
   RopeGrid grid;
 };
 
+// For __launch_bounds__: 0 where the compiler finds as many registers as it should, 1 where it would spill, 2 where it
+// would take more than 64 (qk_norm_rope [2, 2688, 32, 64] across heads: 33.0 us, 33.5 with more; sm_75 would spill).
+constexpr int rope_min_blocks(Statistic statistic, int units, bool interleaved, bool one_dtype) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  interleaved = false;
+#endif
+  if (statistic == Statistic::kLayer) return 1;
+  return units == 1 ? 0 : interleaved && one_dtype ? 2 : 1;
+}
+
 // W: the dtype of weight and bias. Table: that of the tables, or RopeGrid.
 template <typename T, typename W, typename Table, bool kInterleaved, Statistic kStatistic, int kRows, int kUnits>
-__global__ void __launch_bounds__(kMaxThreadsPerRow, min_blocks(kStatistic == Statistic::kLayer))
+__global__ void __launch_bounds__(kMaxThreadsPerRow,
+                                  rope_min_blocks(kStatistic, kUnits, kInterleaved, std::is_same_v<T, W>))
     rope_fast_kernel(const __grid_constant__ RopeFast p) {
   wait_for_previous_kernel();
   using Unit = RopeUnit<T, kInterleaved>;
@@ -233,23 +245,28 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, min_blocks(kStatistic == St
   const int period = p.period.divide(blockIdx.x, &block);
   const int number = block >= p.q_blocks;
   const RopeFastSide& side = p.sides[number];
+  if (side.tokens == 0) return;
   block = number ? period * (static_cast<int>(p.period.value) - p.q_blocks) + block - p.q_blocks
                  : period * p.q_blocks + block;
   int place, token, inner;
   const int group = side.places.divide(block * blockDim.y + threadIdx.y, &place);
-  const int batch = p.tokens.divide(group, &token) + side.inner_places.divide(place, &inner);
-  const int inner_rows = group < p.groups && token < side.tokens ? side.inner_rows : 0;
-  const auto exists = [&](int row, int u) {
-    return inner + row * static_cast<int>(side.inner_places.value) < inner_rows &&
-           static_cast<int>(threadIdx.x + u * blockDim.x) < side.units;
+  const int batch = p.tokens.divide(min(group, p.groups - 1), &token) + side.inner_places.divide(place, &inner);
+  // What does not exist is another row or unit, computed again and not stored (see norm_fast_kernel).
+  const bool group_exists = group < p.groups && token < side.tokens;
+  token = min(token, side.tokens - 1);
+  const auto row_exists = [&](int row) {
+    return row == 0 || inner + row * static_cast<int>(side.inner_places.value) < side.inner_rows;
   };
-  const auto unit_at = [&](int u) { return Unit(threadIdx.x + u * blockDim.x, p.shape); };
+  const auto unit_exists = [&](int u) { return static_cast<int>(threadIdx.x + u * blockDim.x) < side.units; };
+  const auto unit_at = [&](int u) {
+    return Unit(min(static_cast<int>(threadIdx.x + u * blockDim.x), side.units - 1), p.shape);
+  };
   const auto offset = [&](const RopeFastOperand& operand) {
     return static_cast<unsigned>(batch) * operand.batch + static_cast<unsigned>(token) * operand.token +
            static_cast<unsigned>(inner) * operand.inner;
   };
 
-  Vector x[kRows][kUnits][kParts] = {};  // [rows, units, parts]
+  Vector x[kRows][kUnits][kParts];  // [rows, units, parts]
   const T* const source = static_cast<const T*>(side.x.data) + offset(side.x);
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
@@ -259,33 +276,39 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, min_blocks(kStatistic == St
       const T* const first = source + unit.head * side.x.head + unit.column(part);
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        if (exists(row, u)) x[row][u][part] = *reinterpret_cast<const Vector*>(first + row * side.x.step);
+        x[row][u][part] = *reinterpret_cast<const Vector*>(first + (row_exists(row) ? row : 0) * side.x.step);
       }
     }
   }
-  // What the rows share is on its way while the sums are taken.
+  // What the rows share is on its way while the sums are taken. No weight is ones: a branch less behind the sums.
+  Affine ones;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) ones.value[j] = from_float<W>(1.f);
   Affine weight[kUnits][kParts], bias[kLayer ? kUnits : 1][kParts];
   float cos[kUnits][kPairs], sin[kUnits][kPairs];
-  const int table_row = token - p.rope_start;
-  bool rotated = table_row >= 0 && table_row < side.table_tokens && inner_rows > 0;
+  const bool has_tables = side.table_tokens > 0;
+  int table_row = token - p.rope_start;
+  const bool rotated = table_row >= 0 && table_row < side.table_tokens;
+  table_row = max(0, min(table_row, side.table_tokens - 1));
   const int64_t table_offset = static_cast<unsigned>(batch) * side.table_batch +
                                static_cast<unsigned>(table_row) * side.table_token + inner * side.table_inner;
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     const Unit unit = unit_at(u);
-    if (rotated && exists(0, u) && unit.pairs() > 0) {
+    const int pair = unit.pairs() > 0 ? unit.pair() : 0;
+    if (has_tables) {
       if constexpr (std::is_same_v<Table, RopeGrid>) {
-        load_pairs(p.grid, table_row, unit.pair(), kPairs, cos[u], sin[u]);
+        load_pairs(p.grid, table_row, pair, kPairs, cos[u], sin[u]);
       } else {
         const int64_t at = table_offset + unit.head * side.table_head;
         const Table* const cosines = static_cast<const Table*>(side.cos) + at;
         const Table* const sines = static_cast<const Table*>(side.sin) + at;
         if (!kInterleaved || p.compact) {
-          load_pairs<Table, 1>(cosines + unit.pair(), cos[u]);
-          load_pairs<Table, 1>(sines + unit.pair(), sin[u]);
+          load_pairs<Table, 1>(cosines + pair, cos[u]);
+          load_pairs<Table, 1>(sines + pair, sin[u]);
         } else {
-          load_pairs<Table, 2>(cosines + 2 * unit.pair(), cos[u]);
-          load_pairs<Table, 2>(sines + 2 * unit.pair(), sin[u]);
+          load_pairs<Table, 2>(cosines + 2 * pair, cos[u]);
+          load_pairs<Table, 2>(sines + 2 * pair, sin[u]);
         }
       }
     }
@@ -296,33 +319,40 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, min_blocks(kStatistic == St
         const auto load = [&](const void* data) {
           return *reinterpret_cast<const Affine*>(static_cast<const W*>(data) + at);
         };
-        if (side.weight != nullptr && exists(0, u)) weight[u][part] = load(side.weight);
-        if (kLayer && side.bias != nullptr && exists(0, u)) bias[u * kLayer][part] = load(side.bias);
+        weight[u][part] = ones;
+        if (side.weight != nullptr) weight[u][part] = load(side.weight);
+        if (kLayer && side.bias != nullptr) bias[u * kLayer][part] = load(side.bias);
       }
     }
   }
 
   Moments moments[kRows];
   float values[kSize];
+  const bool all_exist = side.units == static_cast<int>(blockDim.x) * kUnits;
   const auto for_each = [&](auto&& f) {
+    const auto for_each_if = [&](auto all) {
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
+      for (int row = 0; row < kRows; ++row) {
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        if (!exists(row, u)) continue;
+        for (int u = 0; u < kUnits; ++u) {
+          if (!all && !unit_exists(u)) continue;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          to_floats(x[row][u][part], values);
-          f(row);
+          for (int part = 0; part < kParts; ++part) {
+            to_floats(x[row][u][part], values);
+            f(row);
+          }
         }
       }
-    }
+    };
+    all_exist ? for_each_if(std::true_type{}) : for_each_if(std::false_type{});
   };
-  take_moments<kStatistic>(
+  take_moments<T, kStatistic>(
       side.inverse_width, p.eps, scratch,
       [&](float* sums) { for_each([&](int row) { sums[row] = add_values(sums[row], values); }); },
       [&](float* sums, float* squares) {
-        for_each([&](int row) { add_moments<kStatistic>(moments[row].mean, kSize, values, sums[row], squares[row]); });
+        for_each([&](int row) {
+          add_moments<kStatistic, kHasRest<T, kStatistic>>(moments[row].mean, kSize, values, sums[row], squares[row]);
+        });
       },
       moments);
 
@@ -333,16 +363,16 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, min_blocks(kStatistic == St
     T* const first = target + unit.head * side.y.head;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      if (!exists(row, u)) continue;
       float y[kParts][kSize];
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         to_floats(x[row][u][part], y[part]);
         normalize<kStatistic>(moments[row], y[part]);
-        if (kStatistic != Statistic::kNone && side.weight != nullptr) scale_by(weight[u][part], y[part]);
+        if (kStatistic != Statistic::kNone) scale_by(weight[u][part], y[part]);
         if (kLayer && side.bias != nullptr) add_to(bias[u * kLayer][part], y[part]);
       }
       if (rotated && unit.pairs() > 0) rotate<kInterleaved>(cos[u], sin[u], kPairs, y);
+      if (!group_exists || !row_exists(row) || !unit_exists(u)) continue;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         *reinterpret_cast<Vector*>(first + row * side.y.step + unit.column(part)) = from_floats<T, kSize>(y[part]);
@@ -398,12 +428,12 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     });
   };
   Moments moments[1];
-  take_moments<kStatistic>(
+  take_moments<T, kStatistic>(
       1.f / static_cast<float>(row_heads * p.head_size), p.eps, scratch,
       [&](float* sum) { for_each_part([&](int, const float (&values)[kSize]) { *sum = add_values(*sum, values); }); },
       [&](float* sum, float* squares) {
         for_each_part([&](int count, const float (&values)[kSize]) {
-          add_moments<kStatistic>(moments[0].mean, count, values, *sum, *squares);
+          add_moments<kStatistic, kHasRest<T, kStatistic>>(moments[0].mean, count, values, *sum, *squares);
         });
       },
       moments);
