@@ -161,7 +161,7 @@ def inner(k):
 @pytest.fixture
 def any_size(monkeypatch, inner):
     """Compiled models of diffusers run the ops on tiny tensors as well."""
-    monkeypatch.setattr(inner("diffusers"), "COMPILED_ELEMENTS", 0)
+    monkeypatch.setattr(inner("blocks"), "COMPILED_ELEMENTS", 0)
 
 
 @pytest.fixture

@@ -281,9 +281,12 @@ def test_compiled_with_inductor(k, any_size, device, name):
     assert relative(run(model, family.inputs(device)), expected) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["sdxl", "flux", "wan2.1"])
-def test_small_compiled_blocks_are_those_of_stock(k, name):
-    """Inductor gets the expressions that it fuses itself, and hardly more is looked at before each call."""
+@pytest.mark.parametrize("name, guards_of_stock", [("sdxl", 0.9), ("flux", 1.05), ("wan2.1", 1.25)])
+def test_small_compiled_blocks_are_those_of_stock(k, name, guards_of_stock):
+    """Inductor gets the expressions that it fuses itself, and hardly more is looked at before each call.
+
+    Of SDXL, which is bound by the host, less: stock guards on all that inspect.signature looks at.
+    """
     family = FAMILIES[name]
     guards, nodes = {}, {}
     for injected in (False, True):
@@ -304,7 +307,30 @@ def test_small_compiled_blocks_are_those_of_stock(k, name):
         computed = (node for graph in backend.graphs for node in graph.graph.nodes if node.op != "placeholder")
         nodes[injected] = [str(node.target) for node in computed]
     assert nodes[True] == nodes[False]
-    assert guards[True] <= 1.25 * guards[False]
+    assert guards[True] <= guards_of_stock * guards[False]
+
+
+def test_a_compiled_attention_passes_its_options_on(k):
+    """They are filtered by what the processor takes, which is looked at only when there are any."""
+    from diffusers.models.attention_processor import Attention
+
+    torch._dynamo.reset()
+    attention, x, temb = Attention(32, heads=2, dim_head=16).eval(), torch.randn(2, 5, 32), torch.randn(2, 5)
+
+    class Processor(type(attention.processor)):
+        def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None):
+            return super().__call__(attn, hidden_states) + (0 if temb is None else temb[..., None])
+
+    for processor in (attention.processor, Processor()):
+        k.inject_optimized_kernels(attention)
+        attention.processor = processor
+        compiled = torch.compile(attention, fullgraph=True, backend="eager")
+        with torch.no_grad():
+            expected = type(attention).forward(attention, x, temb=temb)
+            assert torch.equal(attention(x, temb=temb, unknown=1), expected)
+            assert torch.equal(compiled(x, temb=temb), expected)
+            assert torch.equal(compiled(x), attention(x))
+    assert not torch.equal(compiled(x), expected)
 
 
 def test_compiled_code_is_kept_for_each_class(k):

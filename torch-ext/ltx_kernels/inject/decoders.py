@@ -18,6 +18,7 @@ from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from .. import functional
 from .blocks import call_plain
@@ -57,8 +58,9 @@ LAYER_NORM_ELEMENTS = 2**23
 
 @own_forward("layer_norm")
 def layer_norm_forward(self, input):
-    # Inductor fuses torch's with what is around it.
-    if torch.compiler.is_compiling() or input.numel() < LAYER_NORM_ELEMENTS:
+    if is_compiling():  # Inductor fuses torch's with what is around it; its class is guarded on once for all norms
+        return nn.LayerNorm.forward(self, input)
+    if input.numel() < LAYER_NORM_ELEMENTS:
         return type(self).forward(self, input)
     return layer_norm(self, input)
 

@@ -3,20 +3,15 @@
 import functools
 from typing import Any, Callable, Optional, Union
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import functional
 from . import decoders, heads, ltx, ltx_vae, streams
-from .blocks import call_plain, linear_gelu_tanh, packing
+from .blocks import call_plain, left_to_inductor, linear_gelu_tanh, packing
 from .deferred import stock_only, taken
 from .norms import know_norm, norm_arguments, rms_norm_forward, weight_of
 from .patching import Recipe, own_forward
-
-# In compiled code one of our ops takes the host some microseconds more than a kernel of Inductor, which fuses what is
-# around it as well, and what our forwards look at is guarded on in each call. Where the tensors are small it is the
-# host that counts: a step of SDXL at 1024 x 1024, [2, 4096, 640], took 54.8 ms compiled, injected as well 62.6.
-COMPILED_ELEMENTS = 2**23
 
 
 @functools.cache  # one forward for all instances of a class: they compile once
@@ -25,10 +20,8 @@ def _for_large(forward: Callable, stock: Callable) -> Callable:
 
     @functools.wraps(forward)
     def either(self: nn.Module, *args: Any, **options: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and type(self).forward is stock:
-            x = args[0] if args else options.get("hidden_states")
-            if isinstance(x, Tensor) and x.numel() < COMPILED_ELEMENTS:
-                return stock(self, *args, **options)
+        if left_to_inductor(args[0] if args else options.get("hidden_states")) and type(self).forward is stock:
+            return stock(self, *args, **options)
         return forward(self, *args, **options)
 
     # Code of its own: with it dynamo keeps what it compiles, and by its name what sizes were seen.
@@ -65,8 +58,8 @@ def _gelu(self, hidden_states):
 
 @own_forward("feed_forward")
 def _feed_forward(self, hidden_states, *args, **kwargs):
-    """attention.FeedForward: a plain Linear or Dropout of it is called past nn.Module."""
-    if args or kwargs:
+    """attention.FeedForward: a plain Linear or Dropout of it is called past nn.Module, but in compiled code."""
+    if args or kwargs or is_dynamo_compiling():
         return type(self).forward(self, hidden_states, *args, **kwargs)
     for module in self.net:
         hidden_states = call_plain(module, hidden_states)
@@ -108,7 +101,7 @@ def _is_ada_norm(cls: type) -> bool:
 _ADA_NORM = Recipe("ada_norm", _large(streams.plan("ada_norm", _is_ada_norm)))
 _BLOCK = Recipe("transformer_block", _large(streams.plan("transformer_block", _is_ada_norm)))
 # Wider than SDXL's text, 2048: there one GEMM for key and value of 77 tokens costs the host more than the second GEMM.
-_ATTENTION = Recipe("attention", _large(heads.attention), *packing(heads.projections, min_width=2304))
+_ATTENTION = Recipe("attention", heads.attention, *packing(heads.projections, min_width=2304))
 _GATED_MLP = Recipe("gated_mlp", _large(decoders.gated_mlp))
 
 #: recipe -> module that defines a class: names of classes
@@ -174,7 +167,7 @@ RECIPES: dict[tuple[str, str], Recipe] = {
     ("diffusers.models.normalization", "MochiRMSNorm"): _rms_norm("single", "hidden_states"),
     ("diffusers.models.normalization", "FP32LayerNorm"): Recipe("layer_norm", _large(_plan_layer_norm)),
     ("diffusers.models.activations", "GELU"): Recipe("gelu", _large(lambda module: _gelu)),
-    ("diffusers.models.attention", "FeedForward"): Recipe("feed_forward", _large(lambda module: _feed_forward)),
+    ("diffusers.models.attention", "FeedForward"): Recipe("feed_forward", lambda module: _feed_forward),
     **{
         (module, name): recipe
         for recipe, classes in _FAMILIES.items()

@@ -9,15 +9,14 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
-from types import MethodType
+from collections.abc import Iterator, Set
 from typing import Any, Callable, Optional, Union
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .blocks import call_plain, is_packed, project
+from .blocks import call_plain, is_packed, left_to_inductor, project
 from .deferred import Defer, Deferred, deferred_tree, stock_only, taken, value
 from .norms import know_norm, norm_arguments
 from .rewriting import call, is_of, parsed, recompiled, rewritten, self_attribute, submodule
@@ -441,24 +440,38 @@ def _fused_call(cls: type) -> Union[Callable, str]:
     return fused
 
 
-def process(processor: Any, *args: Any, **options: Any) -> Any:
+def process(processor: Any, attn: nn.Module, hidden_states: Any, *args: Any, **options: Any) -> Any:
     """processor(..), in its rewritten form where its class is known: looked at on each call, for it may be changed."""
-    cls = type(processor)
-    stock, fused = _processors.get(cls, (None, None))
-    if fused is None or cls.__call__ is not stock or stock_only():
-        return processor(*args, **options)
-    return fused(processor, *args, **options)
+    if not left_to_inductor(hidden_states):
+        cls = type(processor)
+        stock, fused = _processors.get(cls, (None, None))
+        if fused is not None and cls.__call__ is stock and not stock_only():
+            return fused(processor, attn, hidden_states, *args, **options)
+    return processor(attn, hidden_states, *args, **options)
 
 
-_signature_of = functools.cache(inspect.signature)
+class ParameterNames(Set):
+    """The names that a processor takes, found when they are asked for: seldom, for there are hardly ever options.
 
+    inspect.signature takes the host as long as launching a few kernels, and compiled code guards on all it looks at.
+    """
 
-def signature(function: Callable) -> inspect.Signature:
-    """inspect.signature of a processor's __call__, which takes as long as launching a few kernels, once."""
-    is_kept = isinstance(function, MethodType) and type(function.__self__) in _processors  # no class of a user's
-    if torch.compiler.is_compiling() or not is_kept:
-        return inspect.signature(function)
-    return _signature_of(function.__func__)
+    def __init__(self, processor: Any):
+        self.processor, self.found = processor, None
+
+    def names(self) -> set[str]:
+        if self.found is None:
+            self.found = set(inspect.signature(self.processor.__call__).parameters)
+        return self.found
+
+    def __contains__(self, name: Any) -> bool:
+        return name in self.names()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
 
 
 class _Process(ast.NodeTransformer):
@@ -469,8 +482,8 @@ class _Process(ast.NodeTransformer):
         if self_attribute(node.func) == "processor":
             self.found = True
             return call("_ltx_process", node.func, *node.args, keywords=node.keywords)
-        if ast.unparse(node) == "inspect.signature(self.processor.__call__)":
-            return call("_ltx_signature", *node.args)
+        if ast.unparse(node) == "set(inspect.signature(self.processor.__call__).parameters.keys())":
+            return call("_ltx_parameter_names", ast.parse("self.processor", mode="eval").body)
         return node
 
 
@@ -483,7 +496,7 @@ def _forward(stock: Callable) -> Union[Callable, str]:
     tree = process_calls.visit(tree)
     if not process_calls.found:
         return "its forward calls no processor"
-    return rewritten(stock, tree, "attention", _ltx_process=process, _ltx_signature=signature)
+    return rewritten(stock, tree, "attention", _ltx_process=process, _ltx_parameter_names=ParameterNames)
 
 
 def projections(attn: nn.Module) -> Iterator[list[nn.Module]]:
