@@ -351,11 +351,12 @@ def test_layer_norm_of_a_large_mean(k, device, hidden):
         assert_no_worse_than_eager(y, eager.to(dtype), expected, dtype)
 
 
-def test_layer_norm_of_a_constant_row_is_the_bias(k, device, dtype):
-    """The variance is zero, not a small negative number whose root is NaN."""
-    x = torch.full((3, 1000), 3.3, device=device).to(dtype)
-    bias = torch.randn(1000, device=device).to(dtype)
-    torch.testing.assert_close(k.layer_norm(x, None, bias), bias.expand_as(x), atol=1e-3, rtol=1e-2)
+@pytest.mark.parametrize("value, hidden", [(3.3, 1000), (1000.0, 1920), (3000.0, 3584)])
+def test_layer_norm_of_a_constant_row_is_the_bias(k, device, dtype, value, hidden):
+    """Its variance is 0, and rstd 1 / sqrt(eps): what the mean is off by would show a thousandfold."""
+    weight, bias = (torch.randn(hidden, device=device, dtype=dtype) for _ in range(2))
+    x = torch.full((3, hidden), value, device=device, dtype=dtype)
+    torch.testing.assert_close(k.layer_norm(x, weight, bias, 1e-6), bias.expand_as(x), rtol=0, atol=1e-3)
 
 
 def test_magnitudes_near_the_ends_of_the_range(k, device):
@@ -387,6 +388,7 @@ def test_nan_and_inf_stay_in_their_row(k, op, device, dtype):
         ("rms_norm", (2**23 + 16, 256), BF16),  # Liger#1483
         ("residual_ada_norm-rms", (2, 2**19 + 1, 2048), BF16),
         ("layer_norm", (2**31 // 8 + 3, 8), BF16),
+        ("layer_norm", (2**28 - 5, 16), BF16),  # the most rows that the fast kernel takes
     ],
 )
 def test_more_than_2_31_elements(k, op, shape, dtype, gpu):
@@ -423,6 +425,17 @@ def test_the_layout_does_not_change_bits(k, op, device, dtype):
         x.reshape(2, 3, 200).transpose(0, 1).contiguous().transpose(0, 1).reshape(6, 200),
     ):
         assert same_bits(call(k, op, {**inputs, "x": moved}), expected)
+
+
+@pytest.mark.parametrize("hidden", [3584, 12288, 24584, 33000, 65536])
+def test_alignment_does_not_change_bits_of_long_rows(k, device, dtype, hidden):
+    """Aligned rows may be those of a cluster of blocks, the others go through one block."""
+    x, weight, bias = (torch.randn(*shape, hidden, device=device).to(dtype) for shape in ((3,), (), ()))
+    wide = torch.zeros(3, hidden + 9, device=device, dtype=dtype)
+    wide[:, 5 : 5 + hidden] = x
+    moved = wide[:, 5 : 5 + hidden]
+    assert same_bits(k.rms_norm(moved, weight), k.rms_norm(x, weight))
+    assert same_bits(k.layer_norm(moved, weight, bias), k.layer_norm(x, weight, bias))
 
 
 # ---- streams, graphs, devices ----------------------------------------------------------------------------

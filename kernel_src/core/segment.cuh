@@ -1,7 +1,8 @@
 // A row shared by the blocks of a cluster (sm_90): each has one segment. A row of 64K would otherwise fill an SM with
 // one block, which loads, then computes, then stores, and leaves memory idle in between. Each warp sends its sums to
 // every block, into shared memory where an mbarrier counts the bytes: one way over the network between the SMs, where a
-// barrier of the cluster and reads of each other's memory are three. rms_norm [1024, 65536] bf16: 72 us, 90 so.
+// barrier of the cluster and reads of each other's memory are three. A trial of rms_norm, [1024, 65536] bf16: 72 us, 90
+// so.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +14,12 @@ namespace ltx_kernels {
 
 constexpr int kMaxSegments = 8;  // the largest cluster that every chip of sm_90 and later takes
 
-// kSums: at most, of an `add`.
+// kSums: the most that a call of `add` adds up. A block of a cluster has one row, blockDim.y = 1.
 template <bool kSegmented, int kSums>
 class Segment {
  public:
-  __device__ __forceinline__ int row() const { return static_cast<int>(blockIdx.x); }  // or its block's place
+  // The number of the block, or of the cluster.
+  __device__ __forceinline__ int row() const { return static_cast<int>(blockIdx.x); }
   __device__ __forceinline__ unsigned rank() const { return 0; }
   __device__ __forceinline__ unsigned count() const { return 1; }
   template <int kCount>
@@ -52,10 +54,11 @@ class Segment<true, kSums> {
   __device__ __forceinline__ unsigned count() const { return count_; }
 
   // Replaces each thread's sums by the row's: in every segment those of row_sums, then segment after segment, the same
-  // in all blocks. `turn`: 0 or 1, another for each call.
+  // in all blocks. `turn`: 0 or 1, each for one call.
   template <int kCount>
   __device__ __forceinline__ void add(float (&sums)[kCount], int turn) {
     static_assert(kCount <= kSums);
+    __syncwarp();
     if (!met_) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all barriers are there
     met_ = true;
     Shared& own = shared();
@@ -65,7 +68,6 @@ class Segment<true, kSums> {
       const unsigned bytes = count_ * warps * kCount * sizeof(float);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived), "r"(bytes) : "memory");
     }
-    __syncwarp();
     warp_sums(sums);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {

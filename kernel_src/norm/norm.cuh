@@ -161,9 +161,9 @@ __device__ __forceinline__ void for_each_shared(const NormParams& p, const Has& 
   if (has.shift_table) f(p.shift_table);
 }
 
-// Bytes of shared memory in which that waits for a thread with `vectors` vectors of T, while the sums are taken: copied
-// there asynchronously, it holds no registers, and a thread reads only what it has copied itself. A trial of
-// layer_norm, [2, 2688, 4096] bf16: 25.8 us, 27.0 where it waits in registers.
+// Bytes of shared memory in which a thread with `vectors` vectors of T keeps that while the sums are taken: copied
+// there asynchronously it holds no registers, and a thread reads only what it has copied itself. A trial of layer_norm,
+// [2, 2688, 4096] bf16: 25.8 us, 27.0 where it waits in registers.
 template <typename T, typename M>
 __host__ __device__ constexpr int waiting_bytes(const Has& has, int vectors) {
   const int shared = has.weight + has.bias + has.scale + has.scale_table + has.shift + has.shift_table;
@@ -302,12 +302,13 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
     for_each_value([&](int row) { sums[row] = add_values(sums[row], values); });
     add_up(sums, 0);
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) moments[row].mean = sums[row] * p.rows.inverse_hidden;
+    for (int row = 0; row < kRows; ++row)
+      moments[row].mean = mean_of(sums[row], row_vectors * kSize, p.rows.inverse_hidden);
   }
   // Squares, and for layer norm the centred sums behind them.
   float sums[kSums * kRows] = {};
   for_each_value([&](int row) {
-    add_moments<kStatistic, kRest>(moments[row].mean, kSize, values, sums[(kSums - 1) * kRows + row], sums[row]);
+    add_moments<T, kStatistic>(moments[row].mean, kSize, values, sums[(kSums - 1) * kRows + row], sums[row]);
   });
   add_up(sums, 1);
 #pragma unroll
@@ -411,14 +412,14 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
       reader(column, count)(h, values);
       part[0] = add_values(part[0], values);
     });
-    moments.mean = sum[0] * p.rows.inverse_hidden;
+    moments.mean = mean_of(sum[0], static_cast<float>(p.rows.hidden), p.rows.inverse_hidden);
   }
   constexpr bool kRest = kHasRest<T, kStatistic>;
   constexpr int kSums = kRest ? 2 : 1;
   float sums[kSums] = {};
   sum_segments(sums, [&](int64_t column, int count, float (&part)[kSums]) {
     reader(column, count)(h, values);
-    add_moments<kStatistic, kRest>(moments.mean, count, values, part[kSums - 1], part[0]);
+    add_moments<T, kStatistic>(moments.mean, count, values, part[kSums - 1], part[0]);
   });
   set_moments(p.rows.inverse_hidden, p.eps, kRest ? sums[kSums - 1] : 0.f, sums[0], moments);
 

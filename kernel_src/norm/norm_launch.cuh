@@ -14,7 +14,7 @@ struct Spread {
   int segments;  // blocks a row, a cluster on sm_90
 };
 
-inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vectors, bool clusters) {
+inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vectors) {
   const bool layer = statistic == Statistic::kLayer;
   if (has.residual) return !layer && row_vectors <= 512 ? Spread{1, 1, 1} : Spread{row_vectors <= 1024 ? 2 : 4, 1, 1};
   if (has.scale && !layer) return {row_vectors <= 512 ? 2 : 4, 2, 1};
@@ -78,8 +78,11 @@ bool try_fast(const NormParams& p, unsigned parts, const Plan& plan, cudaStream_
   if (parts != kParts) return false;
   constexpr bool kLayer = kStatistic == Statistic::kLayer;
   if (plan.spread.segments > 1) {
-    if constexpr (!(kParts & (kModulation | kResidual)))
-      return launch_fast<T, M, kStatistic, kParts, kLayer ? 4 : 8, 1, true>(p, plan, stream, error);
+    if constexpr (!(kParts & (kModulation | kResidual))) {
+      constexpr int kVecs = kLayer ? 4 : 8;
+      if (plan.spread.vectors == kVecs)
+        return launch_fast<T, M, kStatistic, kParts, kVecs, 1, true>(p, plan, stream, error);
+    }
     return false;
   }
   const auto try_spread = [&](auto vectors, auto rows) {
@@ -134,9 +137,9 @@ cudaError_t launch(const NormParams& p, bool mixed, cudaStream_t stream) {
   const Has has = has_of(p);
   const int64_t row_vectors = ceil_div(p.rows.hidden, kVectorSize<T>);
   Plan plan;
-  const bool clusters = is_sm_90_code(reinterpret_cast<const void*>(norm_general_kernel<T, kStatistic>));
-  plan.spread = choose_spread(has, kStatistic, row_vectors, clusters);
+  plan.spread = choose_spread(has, kStatistic, row_vectors);
   plan.config = row_launch(ceil_div(row_vectors, plan.spread.segments), plan.spread.vectors, /*block_threads=*/128);
+  if (plan.spread.segments > 1) plan.config.rows_per_block = 1;  // a cluster has one row
 
   bool known = false;
   const unsigned parts = parts_of(has, &known);
@@ -153,7 +156,7 @@ cudaError_t launch(const NormParams& p, bool mixed, cudaStream_t stream) {
     if (operand->strides[2] != 0) plan.spread.rows = 1;
   }
   const int64_t held = static_cast<int64_t>(plan.config.threads_per_row) * plan.spread.vectors * plan.spread.segments;
-  const bool numbered = p.rows.count() <= INT32_MAX / kMaxSegments;  // rows and blocks are, with 31 bits
+  const bool numbered = p.rows.count() <= INT32_MAX / kMaxSegments;  // 31 bits count rows and blocks
   if (known && aligned && held >= row_vectors && p.rows.sizes[0] == 1 && numbered) {
     cudaError_t error = cudaSuccess;
     if (same_dtype && launch_known<T, T, kStatistic>(p, parts, plan, stream, &error)) return error;

@@ -151,16 +151,16 @@ __device__ __forceinline__ void load_pairs(const RopeTable& table, const void* d
 
 // Sums of kRows rows of T at once over the threads of a row.
 template <typename T, Statistic kStatistic, int kRows, typename AddValues, typename AddMoments>
-__device__ __forceinline__ void take_moments(float inverse_width, float eps, float (*scratch)[kMaxWarps * 2 * kRows],
-                                             AddValues&& add_row_values, AddMoments&& add_row_moments,
-                                             Moments (&moments)[kRows]) {
+__device__ __forceinline__ void take_moments(float width, float inverse_width, float eps,
+                                             float (*scratch)[kMaxWarps * 2 * kRows], AddValues&& add_row_values,
+                                             AddMoments&& add_row_moments, Moments (&moments)[kRows]) {
   if constexpr (kStatistic == Statistic::kNone) return;
   if constexpr (kStatistic == Statistic::kLayer) {
     float sums[kRows] = {};
     add_row_values(sums);
     row_sums(sums, scratch[0]);
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) moments[row].mean = sums[row] * inverse_width;
+    for (int row = 0; row < kRows; ++row) moments[row].mean = mean_of(sums[row], width, inverse_width);
   }
   // Squares, and for layer norm the centred sums behind them.
   constexpr bool kRest = kHasRest<T, kStatistic>;
@@ -197,7 +197,7 @@ struct RopeFastSide {
   int tokens = 0;
   int inner_rows = 0;
   int units = 0;  // of a row
-  float inverse_width = 0.f;
+  float width = 0.f, inverse_width = 0.f;
   Divisor places;        // of the rows that share
   Divisor inner_places;  // of these
 };
@@ -245,7 +245,6 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
   const int period = p.period.divide(blockIdx.x, &block);
   const int number = block >= p.q_blocks;
   const RopeFastSide& side = p.sides[number];
-  if (side.tokens == 0) return;
   block = number ? period * (static_cast<int>(p.period.value) - p.q_blocks) + block - p.q_blocks
                  : period * p.q_blocks + block;
   int place, token, inner;
@@ -347,12 +346,11 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
     all_exist ? for_each_if(std::true_type{}) : for_each_if(std::false_type{});
   };
   take_moments<T, kStatistic>(
-      side.inverse_width, p.eps, scratch,
+      side.width, side.inverse_width, p.eps, scratch,
       [&](float* sums) { for_each([&](int row) { sums[row] = add_values(sums[row], values); }); },
       [&](float* sums, float* squares) {
-        for_each([&](int row) {
-          add_moments<kStatistic, kHasRest<T, kStatistic>>(moments[row].mean, kSize, values, sums[row], squares[row]);
-        });
+        for_each(
+            [&](int row) { add_moments<T, kStatistic>(moments[row].mean, kSize, values, sums[row], squares[row]); });
       },
       moments);
 
@@ -427,13 +425,14 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
       }
     });
   };
+  const auto width = static_cast<float>(row_heads * p.head_size);
   Moments moments[1];
   take_moments<T, kStatistic>(
-      1.f / static_cast<float>(row_heads * p.head_size), p.eps, scratch,
+      width, 1.f / width, p.eps, scratch,
       [&](float* sum) { for_each_part([&](int, const float (&values)[kSize]) { *sum = add_values(*sum, values); }); },
       [&](float* sum, float* squares) {
         for_each_part([&](int count, const float (&values)[kSize]) {
-          add_moments<kStatistic, kHasRest<T, kStatistic>>(moments[0].mean, count, values, *sum, *squares);
+          add_moments<T, kStatistic>(moments[0].mean, count, values, *sum, *squares);
         });
       },
       moments);

@@ -52,7 +52,7 @@ RopePlan rope_plan(const RopeParams& p) {
   plan.row_is_token = p.across_heads || (!heads_share && p.statistic == Statistic::kNone);
   const int64_t heads = std::max(p.sides[0].heads, p.sides[1].heads);
   plan.row_units = plan.shape.units_per_head.value * (plan.row_is_token ? heads : 1);
-  plan.thread_units = plan.row_units <= kUnitsForOneEach ? 1 : 2;
+  plan.thread_units = plan.row_units <= kUnitsForOneEach || p.statistic == Statistic::kLayer ? 1 : 2;
   plan.config = row_launch(plan.row_units, plan.thread_units, kBlockThreads);
   if (plan.row_is_token) {
     plan.thread_rows = plan.batches_share && p.batch > 1 ? kBatchRows : 1;
@@ -139,8 +139,10 @@ inline RopeFast rope_fast(const RopeParams& p, const RopePlan& plan, int64_t* bl
     to.tokens = static_cast<int>(side.tokens);
     const int64_t row_heads = plan.row_is_token ? side.heads : 1;
     to.units = static_cast<int>(row_heads * plan.shape.units_per_head.value);
-    to.inverse_width = 1.f / static_cast<float>(row_heads * p.head_size);
-    side_blocks[i] = ceil_div(groups * places, plan.config.rows_per_block);
+    to.width = static_cast<float>(row_heads * p.head_size);
+    to.inverse_width = 1.f / to.width;
+    // Where batches share, a group is a token, and q and k have blocks for their own.
+    side_blocks[i] = ceil_div((plan.batches_share ? side.tokens : groups) * places, plan.config.rows_per_block);
     if (side.table < 0) continue;
     const RopeTable& table = p.tables[side.table];
     to.cos = table.cos;
@@ -175,7 +177,7 @@ bool try_spreads(const RopeFast& fast, const RopePlan& plan, unsigned blocks, cu
   constexpr std::integral_constant<int, kHeadRows<kInterleaved>> head_rows;
   constexpr std::integral_constant<int, kBatchRows> batch_rows;
   if (try_spread(k1, k1) || try_spread(head_rows, k1)) return true;
-  // No model has a layer norm, or a grid, over rows of all heads.
+  // No model that is injected has a layer norm, or a grid, over rows of all heads.
   if constexpr (kStatistic != Statistic::kLayer && !std::is_same_v<Table, RopeGrid>)
     return try_spread(batch_rows, k1) || try_spread(k1, k2) || try_spread(batch_rows, k2);
   return false;

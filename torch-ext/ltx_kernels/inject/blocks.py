@@ -121,7 +121,7 @@ def call_forward(module: Any, *args: Any, **options: Any) -> Any:
 
     It takes the host half as long as a GEMM. While grad is enabled it may do more: backward hooks are its business.
     """
-    if type(module).__call__ is not _CALL or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
+    if type(module).__call__ is not _CALL or is_dynamo_compiling() or torch.is_grad_enabled():
         return module(*args, **options)
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return module(*args, **options)
@@ -135,7 +135,7 @@ def call_plain(module: Any, x: Any) -> Any:
     cls = type(module)
     if cls not in _FORWARDS:
         return call_forward(module, x)
-    if cls.__call__ is not _CALL or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
+    if cls.__call__ is not _CALL or is_dynamo_compiling() or torch.is_grad_enabled():
         return module(x)
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return module(x)

@@ -456,6 +456,8 @@ class ParameterNames(Set):
     inspect.signature takes the host as long as launching a few kernels, and compiled code guards on all it looks at.
     """
 
+    _from_iterable = set  # what its operators give
+
     def __init__(self, processor: Any):
         self.processor, self.found = processor, None
 
