@@ -270,6 +270,16 @@ def test_readme_numbers_are_those_measured():
             assert line == key + cells, f"{path}: README.md should have\n| {' | '.join(key + cells)} |"
 
 
+def test_the_first_number_of_the_readme_is_that_of_its_table():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    stated = re.search(
+        r"49 frames: ([\d.]+) ms stock, ([\d.]+) compiled, ([\d.]+) injected, ([\d.]+) with `torch.compile`", text
+    )
+    row = re.search(r"\| ltx_video_2b:step \| \[2, 2688, 2048\] \| bf16 \| (.*?) \|(?: \||$| ltx| \| ltx)", text)
+    stock, injected, compiled, both = (cell.strip() for cell in row.group(1).split("|")[:4])
+    assert stated.groups() == (stock, compiled, injected, both)
+
+
 #: What a row of the guides' tables of registers stands for, in the names of ptxas.tsv.
 _OF_BF16 = r"<__nv_bfloat16, __nv_bfloat16, "
 _RMS = r"\(ltx_kernels::Statistic\)1, "

@@ -216,7 +216,7 @@ struct RopeFast {
 };
 
 // For __launch_bounds__: 0 where the compiler finds as many registers as it should, 1 where it would spill, 2 where it
-// would take more than 64 (qk_norm_rope [2, 2688, 32, 64] across heads: 33.0 us, 33.5 with more; sm_75 would spill).
+// would take more than 64 (where sm_75 would spill).
 constexpr int rope_min_blocks(Statistic statistic, int units, bool interleaved, bool one_dtype) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   interleaved = false;
