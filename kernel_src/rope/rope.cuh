@@ -219,10 +219,12 @@ struct RopeFast {
 // would take more than 64 (where sm_75 would spill).
 constexpr int rope_min_blocks(Statistic statistic, int units, bool interleaved, bool one_dtype) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-  interleaved = false;
+  constexpr bool kFits64 = false;
+#else
+  constexpr bool kFits64 = true;
 #endif
   if (statistic == Statistic::kLayer) return 1;
-  return units == 1 ? 0 : interleaved && one_dtype ? 2 : 1;
+  return units == 1 ? 0 : kFits64 && interleaved && one_dtype ? 2 : 1;
 }
 
 // W: the dtype of weight and bias. Table: that of the tables, or RopeGrid.

@@ -50,7 +50,8 @@ class Deferred:
     computed: Optional[Tensor] = None
 
     def compute(self) -> Tensor:
-        raise NotImplementedError
+        """The tensor: each subclass has its own way to it."""
+        raise NotImplementedError(type(self).__name__)
 
     def value(self) -> Tensor:
         return self.resolve(self.compute()) if self.computed is None else self.computed
