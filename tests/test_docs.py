@@ -292,7 +292,7 @@ REGISTERS = {
     "norm, all combinations": "::norm_fast_kernel<",
     "norm, general": "::norm_general_kernel<",
     "RMSNorm backward": "::norm_backward_kernel<",
-    "RMSNorm backward without copies ahead": "::norm_backward_long_kernel<",
+    "RMSNorm backward, the longest rows": "::norm_backward_long_kernel<",
     "RoPE, norm across heads, interleaved, bf16, 2 rows": rf"::rope_fast_kernel{_OF_BF16}float, true, {_RMS}2, 2>",
     "RoPE, all combinations": "::rope_fast_kernel<",
     "RoPE, general": "::rope_general_kernel<",

@@ -47,9 +47,21 @@ def test_every_hidden_size(k, device, dtype, hidden):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 527, 528, 529, 2111, 2113])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 527, 528, 529, 1055, 1056, 1057, 2113])
 def test_rows_around_the_number_of_partial_sums(k, device, rows):
     check(k, *make((rows, 96), BF16, device))
+
+
+@pytest.mark.parametrize("rows,hidden", [(600, 12000), (601, 16384), (230, 20480), (250, 32768), (130, 65536)])
+def test_clusters_that_walk_over_many_long_rows(k, device, rows, hidden):
+    """Five turns and more: their sums take turns in two places, whose barriers change phase."""
+    check(k, *make((rows, hidden), BF16, device))
+
+
+def test_no_rows_of_any_length_have_a_weight_gradient_of_zeros(k, device, dtype):
+    for hidden in (64, 4096, 16384, 70001):
+        grad_x, grad_weight = gradients(k, *make((0, hidden), dtype, device))
+        assert grad_x.shape == (0, hidden) and not grad_weight.any()
 
 
 @pytest.mark.parametrize("weight_dtype", [None, *DTYPES.values()], ids=["absent", *DTYPES])
@@ -117,8 +129,9 @@ def test_views(k, device, view):
             check(k, of_grad, of_x, weight)
 
 
-def test_the_place_of_operands_does_not_change_bits(k, device, dtype):
-    grad_y, x, weight = make((7, 200), dtype, device)
+@pytest.mark.parametrize("hidden", [200, 2048, 16384])
+def test_the_place_of_operands_does_not_change_bits(k, device, dtype, hidden):
+    grad_y, x, weight = make((7, hidden), dtype, device)
     expected = gradients(k, grad_y, x, weight)
     assert same_bits(gradients(k, misaligned(grad_y), misaligned(x), misaligned(weight)), expected)
     assert same_bits(gradients(k, grad_y.t().contiguous().t(), x, weight), expected)

@@ -23,7 +23,7 @@ class Segment {
   __device__ __forceinline__ unsigned rank() const { return 0; }
   __device__ __forceinline__ unsigned count() const { return 1; }
   template <int kCount>
-  __device__ __forceinline__ void add(float (&)[kCount], int) {}
+  __device__ __forceinline__ void add(float (&)[kCount], int, int = 0) {}
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -54,9 +54,10 @@ class Segment<true, kSums> {
   __device__ __forceinline__ unsigned count() const { return count_; }
 
   // Replaces each thread's sums by the row's: in every segment those of row_sums, then segment after segment, the same
-  // in all blocks. `turn`: 0 or 1, each for one call.
+  // in all blocks. Calls take turns, 0 and 1, and after both change the phase, from 0 to 1 and back: no block is ahead
+  // of another by more than a call, so that what it sends meets no sums that are still to be read.
   template <int kCount>
-  __device__ __forceinline__ void add(float (&sums)[kCount], int turn) {
+  __device__ __forceinline__ void add(float (&sums)[kCount], int turn, int phase = 0) {
     static_assert(kCount <= kSums);
     __syncwarp();
     if (!met_) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all barriers are there
@@ -73,7 +74,7 @@ class Segment<true, kSums> {
     for (int k = 0; k < kCount; ++k) {
       if (lane < static_cast<int>(count_)) send(sums[k], &own.sums[turn][k][rank_][warp], arrived, lane);
     }
-    wait(arrived);
+    wait(arrived, phase);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       float parts[kMaxSegments];
@@ -112,15 +113,15 @@ class Segment<true, kSums> {
                  "r"(barrier)
                  : "memory");
   }
-  // Until all of a first phase has come. A block ends once it has everything that others send it.
-  static __device__ __forceinline__ void wait(uint32_t arrived) {
+  // Until all of this phase has come. A block ends once it has everything that others send it.
+  static __device__ __forceinline__ void wait(uint32_t arrived, int phase) {
     uint32_t done = 0;
     while (!done) {
       asm volatile(
-          "{.reg .pred done; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0; "
+          "{.reg .pred done; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2; "
           "selp.u32 %0, 1, 0, done;}"
           : "=r"(done)
-          : "r"(arrived)
+          : "r"(arrived), "r"(phase)
           : "memory");
     }
   }

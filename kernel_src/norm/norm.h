@@ -42,13 +42,34 @@ struct NormBackwardParams {
   bool cast_before_weight = false;  // the weight saw norm(x) rounded to x's dtype
 };
 
-// Rows of the fp32 scratch that the weight gradient is summed from: as many blocks walk over the rows. A function of
-// the shape alone, so that bits agree across GPUs: 4 or, for rows of over 128 threads, 2 blocks on each of the 132 SMs
-// of an H100, where there are rows for them.
+// Columns of a row that a block of the fused backward holds.
+constexpr int64_t kFusedColumns = 8192;
+
+// How the fused backward is spread: tuning as data, measured on an H200
+// (benchmarks/results/h200/tuning/norm_backward.txt).
+struct BackwardSpread {
+  int segments;       // blocks a row, a cluster where there are several; 0: it is too long
+  int walkers;        // blocks, or clusters, that walk over the rows: as many as the 132 SMs of an H100 hold at a time
+  int block_threads;  // at least
+};
+
+inline BackwardSpread norm_backward_spread(int64_t hidden) {
+  if (hidden <= 2048) return {1, 264, 256};
+  if (hidden <= kFusedColumns) return {1, 132, 512};
+  if (hidden <= 2 * kFusedColumns) return {2, 66, 512};
+  // A cluster lies within a GPC, whose SMs are no multiple of 4 or 8: [4096, 32768] bf16 takes 267 us with 30 clusters
+  // and 488 with 31, which do not fit at a time. How many do differs from chip to chip.
+  if (hidden <= 4 * kFusedColumns) return {4, 28, 512};
+  if (hidden <= 8 * kFusedColumns) return {8, 14, 512};
+  return {0, 32, 0};
+}
+
+// Rows of the fp32 scratch that the weight gradient is summed from, one for each walker that finds four rows. A
+// function of the shape alone, so that bits agree across GPUs.
 inline int64_t norm_backward_partials(const Rows& rows) {
-  const int64_t wanted = rows.hidden <= 2048 ? 528 : 264;
-  const int64_t quarter = (rows.count() + 3) / 4;
-  return quarter < 1 ? 1 : (quarter < wanted ? quarter : wanted);
+  const int64_t wanted = norm_backward_spread(rows.hidden).walkers;
+  const int64_t least = (rows.count() + 3) / 4;
+  return least < 1 ? 1 : (least < wanted ? least : wanted);
 }
 
 // Each returns a cudaError_t as int; the stream is a cudaStream_t.

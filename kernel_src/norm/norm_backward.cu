@@ -3,7 +3,8 @@
 // One pass over x and grad_y gives both: a fixed number of blocks walk over the rows, the next rows on their way to
 // shared memory while the present ones are computed, and keep their part of grad_weight in registers. The parts are
 // then summed in a fixed order: no atomics. Measured on an H200 at [65536, 2048] bf16: 211 us, 94 % of a copy's rate;
-// without the copies ahead 269 us.
+// without the copies ahead 269 us. The blocks of a cluster share rows that are too long for one (sm_90).
+#include <algorithm>
 #include <type_traits>
 
 #include "../core/broadcast.cuh"
@@ -11,6 +12,7 @@
 #include "../core/kernel.cuh"
 #include "../core/launch.cuh"
 #include "../core/reduce.cuh"
+#include "../core/segment.cuh"
 #include "../core/stage.cuh"
 #include "../core/vec.cuh"
 #include "norm.h"
@@ -18,8 +20,8 @@
 namespace ltx_kernels {
 namespace {
 
-// Elements of a row, and of grad_weight, that a thread holds: rows of up to 8192 in a block of 512 threads.
-constexpr int kElements = 16;
+// Elements of a row, and of grad_weight, that a thread holds.
+constexpr int kElements = static_cast<int>(kFusedColumns / kMaxThreadsPerRow);
 constexpr int kStages = 2;
 
 // Rows at a time, whose sums share a barrier; two fp32 rows would not fit the registers.
@@ -61,9 +63,13 @@ __device__ __forceinline__ void add_weight_gradient(const NormBackwardParams& p,
   for (int j = 0; j < kSize; ++j) sum[j] = fmaf(grad_y[j], normed[j], sum[j]);
 }
 
-// M: the dtype of weight where kAligned. Otherwise operands may start anywhere and weight be of any dtype; the order of
-// the sums is the same.
-template <typename T, typename M, bool kAligned>
+// Bytes in which a thread stages the rows of two turns.
+template <typename T>
+constexpr int kStagedBytes = kStages * kRowsAtATime<T> * 2 * kElements * static_cast<int>(sizeof(T));
+
+// kStaged: all operands are aligned, and weight holds M. Otherwise they may start anywhere and weight be of any dtype;
+// the order of the sums is the same. kSegmented (sm_90): a cluster of blocks shares a row.
+template <typename T, typename M, bool kStaged, bool kSegmented>
 __global__ void __launch_bounds__(kMaxThreadsPerRow)
     norm_backward_kernel(const __grid_constant__ NormBackwardParams p) {
   wait_for_previous_kernel();
@@ -74,11 +80,12 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   extern __shared__ int4 shared[];
   __shared__ float scratch[2][kMaxWarps * kRows];
 
+  Segment<kSegmented, kRows> segment;
   const int64_t rows = p.rows.count();
   const int hidden = static_cast<int>(p.rows.hidden);
   const int row_vectors = (hidden + kSize - 1) / kSize;
-  const auto vector = [&](int i) { return static_cast<int>(threadIdx.x + i * blockDim.x); };
-  const auto count = [&](int v) { return kAligned ? kSize : min(kSize, hidden - v * kSize); };
+  const auto vector = [&](int i) { return static_cast<int>(threadIdx.x + (segment.rank() * kVecs + i) * blockDim.x); };
+  const auto count = [&](int v) { return kStaged ? kSize : min(kSize, hidden - v * kSize); };
   // Calls f(row, i, vector) for the vectors of this thread that exist, from the row `first` on.
   const auto for_each = [&](int64_t first, auto&& f) {
 #pragma unroll
@@ -89,13 +96,13 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
       }
     }
   };
-  // [stage, row, grad_y or x, row_vectors], of this thread's row of the block
-  const auto stage_of = [&](int stage, int row, int operand) {
-    return reinterpret_cast<Vector*>(shared) +
-           ((((threadIdx.y * kStages) + stage) * kRows + row) * 2 + operand) * row_vectors;
+  // A thread reads only what it has staged itself.
+  const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const auto stage_of = [&](int stage, int row, int operand, int i) {
+    return reinterpret_cast<Vector*>(shared) + (((stage * kRows + row) * 2 + operand) * kVecs + i) * threads + thread;
   };
   const auto copy_ahead = [&](int64_t first, int stage) {
-    if constexpr (kAligned) {
+    if constexpr (kStaged) {
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
         if (first + row >= rows) continue;
@@ -107,13 +114,25 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
           if (vector(i) >= row_vectors) continue;
-          copy_async_16(stage_of(stage, row, 0) + vector(i), grad_y + vector(i));
-          copy_async_16(stage_of(stage, row, 1) + vector(i), x + vector(i));
+          copy_async_16(stage_of(stage, row, 0, i), grad_y + vector(i));
+          copy_async_16(stage_of(stage, row, 1, i), x + vector(i));
         }
       }
       copy_async_commit();
     }
   };
+  const auto load_rstd = [&](int64_t first, float (&rstd)[kRows]) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) rstd[row] = first + row < rows ? p.rstd[first + row] : 0.f;
+  };
+
+  // The rows of this thread, from `first` on, and of the others of the block: all make as many turns.
+  const int64_t block = segment.row(), blocks = gridDim.x / segment.count();
+  const int64_t step = blocks * blockDim.y * kRows;
+  int64_t first = (block * blockDim.y + threadIdx.y) * kRows;
+  copy_ahead(first, 0);
+  float rstd[kRows];
+  load_rstd(first, rstd);
 
   const auto load_factor = [&](int v, float (&factor)[kSize]) {
     if (p.weight.data == nullptr) {
@@ -121,7 +140,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
       for (int j = 0; j < kSize; ++j) factor[j] = 1.f;
       return;
     }
-    if constexpr (kAligned) {
+    if constexpr (kStaged) {
       load_floats_as<M>(p.weight.data, v * kSize, true, kSize, factor);
     } else {
       load_floats(p.weight, v * kSize, count(v), factor);
@@ -129,55 +148,54 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
 #pragma unroll
     for (int j = 0; j < kSize; ++j) factor[j] = __fadd_rn(p.weight_offset, factor[j]);
   };
-  // Aligned, the factors stay in registers; the addresses of single elements leave no room for them.
-  float factors[kAligned ? kVecs : 1][kSize] = {};
-  if constexpr (kAligned) {
+  // Staged, the factors stay in registers; the addresses of single elements leave no room for them.
+  float factors[kStaged ? kVecs : 1][kSize] = {};
+  if constexpr (kStaged) {
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
       if (vector(i) < row_vectors) load_factor(vector(i), factors[i]);
     }
   }
   const auto factor_of = [&](int i, int v) -> const float (&)[kSize] {
-    if constexpr (kAligned) return factors[i];
+    if constexpr (kStaged) return factors[i];
     load_factor(v, factors[0]);
     return factors[0];
   };
   float grad_weight[kVecs][kSize] = {};
 
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y * kRows;
-  int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) * kRows;
-  copy_ahead(first, 0);
-  // Every thread of a block makes as many turns: row_sums has a barrier. Stage and scratch alternate, so that the next
-  // rows may be copied and summed while a slow warp still reads these.
-  int stage = 0;
-  for (int64_t block_first = static_cast<int64_t>(blockIdx.x) * blockDim.y * kRows; block_first < rows;
-       block_first += step) {
+  // Stage and scratch alternate, so that the next rows may be copied and summed while a slow warp still reads these.
+  int turn = 0;
+  for (int64_t block_first = block * blockDim.y * kRows; block_first < rows; block_first += step, ++turn) {
+    const int stage = turn & 1;
     copy_ahead(first + step, stage ^ 1);
+    float next_rstd[kRows];
+    load_rstd(first + step, next_rstd);
     copy_async_wait<1>();
     Vector grad_y[kRows][kVecs] = {}, x[kRows][kVecs] = {};
-    float rstd[kRows] = {}, mean[kRows] = {};
+    float mean[kRows] = {};
     for_each(first, [&](int row, int i, int v) {
-      if constexpr (kAligned) {
-        grad_y[row][i] = stage_of(stage, row, 0)[v];
-        x[row][i] = stage_of(stage, row, 1)[v];
+      if constexpr (kStaged) {
+        grad_y[row][i] = *stage_of(stage, row, 0, i);
+        x[row][i] = *stage_of(stage, row, 1, i);
       } else {
         const auto load_vector = [&](const Operand& operand) {
-          return load_elements<T, kSize>(
-              static_cast<const T*>(operand.data) + row_offset(operand, first + row, p.rows) + v * kSize, count(v));
+          return load<T, kSize>(operand, row_offset(operand, first + row, p.rows) + v * kSize, count(v));
         };
         grad_y[row][i] = load_vector(p.grad_y);
         x[row][i] = load_vector(p.x);
       }
     });
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) rstd[row] = first + row < rows ? p.rstd[first + row] : 0.f;
     for_each(first, [&](int row, int i, int v) {
       float g[kSize], normed[kSize];
       to_floats(grad_y[row][i], g);
       to_floats(x[row][i], normed);
       mean[row] = add_products(mean[row], factor_of(i, v), g, normed);
     });
-    row_sums(mean, scratch[stage]);
+    if constexpr (kSegmented) {
+      segment.add(mean, stage, turn >> 1 & 1);
+    } else {
+      row_sums(mean, scratch[stage]);
+    }
 #pragma unroll
     for (int row = 0; row < kRows; ++row) mean[row] *= rstd[row] * p.rows.inverse_hidden;
 
@@ -190,28 +208,35 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
       for (int j = 0; j < kSize; ++j) grad_x[j] = g[j];
       gradient(rstd[row], mean[row], factor_of(i, v), normed, grad_x);
       add_weight_gradient<T>(p, g, normed, grad_weight[i]);
-      store_floats_as<T>(p.grad_x.data, row_offset(p.grad_x, first + row, p.rows) + v * kSize, kAligned, count(v),
-                         grad_x);
+      store_floats_as<T>(p.grad_x.data, row_offset(p.grad_x, first + row, p.rows) + v * kSize,
+                         kStaged || p.grad_x.vectorized, count(v), grad_x);
     });
     first += step;
-    stage ^= 1;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) rstd[row] = next_rstd[row];
   }
 
   if (p.grad_weight_partials == nullptr) return;
-  // The rows of the block add up, one after the other, in the block's row of partial sums.
-  float* const partials = p.grad_weight_partials + static_cast<int64_t>(blockIdx.x) * hidden;
-  for (unsigned turn = 0; turn < blockDim.y; ++turn) {
-    if (threadIdx.y == turn) {
+  // The rows of the block add up, one after the other, to the block's row of partial sums. They meet in the shared
+  // memory of the stages: in global memory, a turn for each row of the block, 32 rows of 64 columns took 26 us.
+  float* const partials = p.grad_weight_partials + block * hidden;
+  float* const meeting = reinterpret_cast<float*>(shared);  // [rows of the block, hidden]
+  const bool one_row = blockDim.y == 1;
+  if (!one_row) __syncthreads();  // the stages have been read
 #pragma unroll
-      for (int i = 0; i < kVecs; ++i) {
-        const int column = vector(i) * kSize;
+  for (int i = 0; i < kVecs; ++i) {
+    const int column = vector(i) * kSize;
 #pragma unroll
-        for (int j = 0; j < kSize; ++j) {
-          if (column + j < hidden) partials[column + j] = grad_weight[i][j] + (turn > 0 ? partials[column + j] : 0.f);
-        }
-      }
+    for (int j = 0; j < kSize; ++j) {
+      if (column + j < hidden) (one_row ? partials : meeting + threadIdx.y * hidden)[column + j] = grad_weight[i][j];
     }
-    __syncthreads();
+  }
+  if (one_row) return;
+  __syncthreads();
+  for (int column = thread; column < hidden; column += threads) {
+    float sum = meeting[column];
+    for (unsigned row = 1; row < blockDim.y; ++row) sum += meeting[row * hidden + column];
+    partials[column] = sum;
   }
 }
 
@@ -312,42 +337,57 @@ __global__ void sum_partials_kernel(const __grid_constant__ NormBackwardParams p
   }
 }
 
-template <typename T, typename M, bool kAligned>
-cudaError_t launch_rows(const NormBackwardParams& p, const RowLaunch& config, cudaStream_t stream) {
-  const auto kernel = norm_backward_kernel<T, M, kAligned>;
-  int64_t shared = 0;
-  if constexpr (kAligned) {
-    shared =
-        kStages * kRowsAtATime<T> * 2 * config.rows_per_block * ceil_div(p.rows.hidden, kVectorSize<T>) * kVectorBytes;
-    int fits = 1;
-    if (const cudaError_t error = allow_shared_memory(kernel, shared, &fits); error != cudaSuccess) return error;
-    if (!fits) return launch_rows<T, T, false>(p, config, stream);
-  }
+// False where the chip has no clusters, or too little shared memory for the stages.
+template <typename T, typename M, bool kStaged, bool kSegmented>
+bool launch_rows(const NormBackwardParams& p, const BackwardSpread& spread, cudaStream_t stream, cudaError_t* error) {
+  const auto kernel = norm_backward_kernel<T, M, kStaged, kSegmented>;
+  if (kSegmented && !is_sm_90_code(reinterpret_cast<const void*>(kernel))) return false;
+  constexpr int kVecs = kElements / kVectorSize<T>;
+  const int64_t row_vectors = ceil_div(p.rows.hidden, kVectorSize<T>);
+  RowLaunch config = row_launch(ceil_div(row_vectors, spread.segments), kVecs, spread.block_threads);
+  if (kSegmented) config.rows_per_block = 1;
   const dim3 threads(config.threads_per_row, config.rows_per_block);
-  return launch_kernel(kernel, {static_cast<unsigned>(norm_backward_partials(p.rows)), threads, shared}, stream, p);
+  // Where nothing is staged, what the rows of a block add up in.
+  int64_t shared = config.rows_per_block > 1 ? config.rows_per_block * p.rows.hidden * sizeof(float) : 0;
+  if constexpr (kStaged) shared = static_cast<int64_t>(kStagedBytes<T>) * threads.x * threads.y;
+  int fits = 1;
+  *error = allow_shared_memory(kernel, shared, &fits);
+  if (*error != cudaSuccess) return true;
+  if (!fits) return false;
+  const auto blocks = static_cast<unsigned>(norm_backward_partials(p.rows) * spread.segments);
+  *error = launch_kernel(kernel, {blocks, threads, shared, spread.segments}, stream, p);
+  return true;
+}
+
+template <typename T, bool kSegmented>
+bool try_rows(const NormBackwardParams& p, const BackwardSpread& spread, cudaStream_t stream, cudaError_t* error) {
+  const bool aligned =
+      p.x.vectorized && p.grad_y.vectorized && p.grad_x.vectorized && (p.weight.data == nullptr || p.weight.vectorized);
+  if (aligned && (p.weight.data == nullptr || p.weight.dtype == kDtype<T>)) {
+    if (launch_rows<T, T, true, kSegmented>(p, spread, stream, error)) return true;
+  } else if (aligned && p.weight.dtype == Dtype::kFloat32) {
+    if (launch_rows<T, float, true, kSegmented>(p, spread, stream, error)) return true;
+  }
+  return launch_rows<T, T, false, kSegmented>(p, spread, stream, error);
 }
 
 template <typename T>
-cudaError_t launch(const NormBackwardParams& p, cudaStream_t stream) {
-  const int64_t row_vectors = ceil_div(p.rows.hidden, kVectorSize<T>);
+cudaError_t launch(NormBackwardParams p, cudaStream_t stream) {
+  const int64_t rows = p.rows.count();
   const bool wants_weight = p.grad_weight_partials != nullptr;
-  const RowLaunch config = row_launch(row_vectors, kElements / kVectorSize<T>, /*block_threads=*/128);
   const dim3 column_threads(kColumnThreads, kColumnRows);
   const auto column_blocks = static_cast<unsigned>(ceil_div(p.rows.hidden, kColumnThreads));
+  const BackwardSpread spread = norm_backward_spread(p.rows.hidden);
   cudaError_t error = cudaSuccess;
-  if (config.threads_per_row * static_cast<int64_t>(kElements) >= p.rows.hidden) {
-    const bool aligned = p.x.vectorized && p.grad_y.vectorized && p.grad_x.vectorized &&
-                         (p.weight.data == nullptr || p.weight.vectorized);
-    if (aligned && (p.weight.data == nullptr || p.weight.dtype == kDtype<T>)) {
-      error = launch_rows<T, T, true>(p, config, stream);
-    } else if (aligned && p.weight.dtype == Dtype::kFloat32) {
-      error = launch_rows<T, float, true>(p, config, stream);
-    } else {
-      error = launch_rows<T, T, false>(p, config, stream);
+  bool fused = false;
+  if (rows > 0 && spread.segments == 1) fused = try_rows<T, false>(p, spread, stream, &error);
+  if (rows > 0 && spread.segments > 1) fused = try_rows<T, true>(p, spread, stream, &error);
+  if (!fused) {
+    if (rows > 0) {
+      error = launch_kernel(norm_backward_long_kernel<T>, {static_cast<unsigned>(rows), kMaxThreadsPerRow}, stream, p);
     }
-  } else if (p.rows.count() > 0) {
-    error = launch_kernel(norm_backward_long_kernel<T>, {static_cast<unsigned>(p.rows.count()), kMaxThreadsPerRow},
-                          stream, p);
+    // Eight rows a thread and more, where there are as many.
+    p.partials = std::min(p.partials, std::max(ceil_div(rows, 8 * kColumnRows), int64_t{1}));
     if (error == cudaSuccess && wants_weight) {
       error = launch_kernel(norm_weight_partials_kernel<T>,
                             {dim3(column_blocks, static_cast<unsigned>(p.partials)), column_threads}, stream, p);
