@@ -105,6 +105,17 @@ def test_grouped_queries(k, device, dtype):
         check(k, "qk_norm_rope", q=q, k=key, cos=cos, sin=sin, across_heads=True)
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_hundreds_of_heads(k, device, dtype, interleaved):
+    for heads in (255, 256, 515):
+        q = torch.randn(2, 3, heads, 16, device=device).to(dtype)
+        for kind in ("shared", "heads"):
+            cos, sin = make_table(kind, 2, 3, heads, 16, device, FP32, interleaved)
+            options = {"cos": cos, "sin": sin, "interleaved": interleaved}
+            check(k, "qk_norm_rope", q=q, k=q[:, :, :3] if kind == "shared" else q, **options)
+            check(k, "rope", x=q.transpose(1, 2).contiguous().transpose(1, 2), **options)
+
+
 def test_transformers_45564_k_is_none(k, device, dtype):
     inputs = make_inputs("qwen3", dtype, device)
     both = k.qk_norm_rope(**inputs)
@@ -268,6 +279,17 @@ def test_row_offsets_beyond_2_31_elements(k, device):
         rows = x.shape[1]
         expected = k.rope(x, cos[:rows], sin[:rows])
         assert torch.equal(k.rope(view, cos[:rows], sin[:rows]), expected), dim
+
+
+@pytest.mark.parametrize("across_heads", [True, False])
+def test_head_offsets_beyond_2_31_elements(k, device, across_heads):
+    """Each head is near the one before it, the last one far from the first."""
+    memory = room_for_far(512, device)
+    q = torch.randn(1, 1, 5, 64, device=device).to(BF16)
+    cos, sin = make_table("heads", 1, 1, 5, 64, device, FP32, True)
+    view = memory.as_strided(q.shape, (0, 0, FAR // 4, 1)).copy_(q)
+    options = {"cos": cos, "sin": sin, "across_heads": across_heads}
+    assert same_bits(k.qk_norm_rope(view, None, **options), k.qk_norm_rope(q, None, **options))
 
 
 @pytest.mark.gpu

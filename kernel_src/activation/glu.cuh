@@ -15,11 +15,12 @@
 namespace ltx_kernels {
 
 constexpr int kGluThreads = 256;
-constexpr int kGluBlocks = 6;  // on a multiprocessor, at 40 registers: 96 KB of loads in flight
 
-// Accesses of each operand that a thread has in flight.
+// Accesses of each operand that a thread has in flight. One of 16 bytes: threads enough live for memory, and a small
+// call has more blocks. swiglu bf16 with two, one: [1, 14336] 1.43, 1.07 us; [1024, 2048] 5.37, 4.53; [16384, 4096]
+// 94.1, 93.5 (benchmarks/results/h200/tuning/glu_units.txt).
 template <typename T, int kSize>
-constexpr int kGluUnits = sizeof(T) * kSize == kVectorBytes ? 2 : 4;
+constexpr int kGluUnits = sizeof(T) * kSize == kVectorBytes ? 1 : 4;
 
 // The grid: slices of the outer two dims, slice_blocks blocks each. A row is row_units accesses of kSize elements;
 // kGluThreads accesses further is step_rows rows and step_units accesses.
@@ -77,7 +78,7 @@ __device__ __forceinline__ void store_activated(const GluParams& p, T* target, c
 
 // Rows are whole accesses of kSize elements, aligned to their size; only a single row may have a few elements more.
 template <typename T, int kSize>
-__global__ void __launch_bounds__(kGluThreads, kGluBlocks)
+__global__ void __launch_bounds__(kGluThreads)
     glu_kernel(const __grid_constant__ GluParams p, const __grid_constant__ GluGrid grid) {
   wait_for_previous_kernel();
   constexpr int kUnits = kGluUnits<T, kSize>;

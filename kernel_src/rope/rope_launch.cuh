@@ -78,15 +78,17 @@ Dtype affine_dtype(const RopeParams& p, bool* shared) {
   return dtype;
 }
 
-// Whether all that the fast kernel reads is whole, aligned vectors, and offsets within a row fit 32 bits.
+// Whether all that the fast kernel reads is whole, aligned vectors, and offsets of heads fit 32 bits.
 inline bool is_regular(const RopeParams& p) {
   bool regular = true;
-  const auto is_short = [](int64_t stride) { return stride > INT32_MIN / 256 && stride < INT32_MAX / 256; };
+  const int64_t heads = std::max(p.sides[0].heads, p.sides[1].heads);
+  const int64_t longest = INT32_MAX / std::max(heads, int64_t{1});
+  const auto is_short = [&](int64_t stride) { return -longest <= stride && stride <= longest; };
   for (const RopeSide& side : p.sides) {
     if (side.x.data == nullptr) continue;
     for (const Operand* operand : {&side.x, &side.y, &side.weight, &side.bias})
       regular = regular && (operand->data == nullptr || operand->vectorized);
-    regular = regular && side.heads < 256 && is_short(side.x.strides[2]) && is_short(side.y.strides[2]);
+    regular = regular && is_short(side.x.strides[2]) && is_short(side.y.strides[2]);
     regular = regular && (side.bias.data == nullptr || p.statistic == Statistic::kLayer);
   }
   for (int i = 0; i < p.table_count; ++i) {
