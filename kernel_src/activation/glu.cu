@@ -5,11 +5,16 @@
 namespace ltx_kernels {
 namespace {
 
+template <typename T, int kSize, bool kGated>
+cudaError_t launch(const GluParams& p, cudaStream_t stream) {
+  const GluGrid grid(p.rows, kSize, kGluUnits<T, kSize, kGated>);
+  const int64_t blocks = grid.slice_blocks * p.rows.sizes[0] * p.rows.sizes[1];
+  return launch_kernel(glu_kernel<T, kSize, kGated>, {static_cast<unsigned>(blocks), kGluThreads}, stream, p, grid);
+}
+
 template <typename T, int kSize>
 cudaError_t launch(const GluParams& p, cudaStream_t stream) {
-  const GluGrid grid(p.rows, kSize, kGluUnits<T, kSize>);
-  const int64_t blocks = grid.slice_blocks * p.rows.sizes[0] * p.rows.sizes[1];
-  return launch_kernel(glu_kernel<T, kSize>, {static_cast<unsigned>(blocks), kGluThreads}, stream, p, grid);
+  return p.value.data != nullptr ? launch<T, kSize, true>(p, stream) : launch<T, kSize, false>(p, stream);
 }
 
 // The largest power of two, up to a vector, that divides the address of every row.

@@ -16,11 +16,13 @@ namespace ltx_kernels {
 
 constexpr int kGluThreads = 256;
 
-// Accesses of each operand that a thread has in flight. One of 16 bytes: threads enough live for memory, and a small
-// call has more blocks. swiglu bf16 with two, one: [1, 14336] 1.43, 1.07 us; [1024, 2048] 5.37, 4.53; [16384, 4096]
-// 94.1, 93.5 (benchmarks/results/h200/tuning/glu_units.txt).
-template <typename T, int kSize>
-constexpr int kGluUnits = sizeof(T) * kSize == kVectorBytes ? 1 : 4;
+// Accesses of each operand that a thread has in flight. With a gate and a value one of 16 bytes: threads enough live
+// for memory, and a small call has more blocks. swiglu bf16 with two, one: [1, 14336] 1.43, 1.07 us; [1024, 2048] 5.37,
+// 4.53; [16384, 4096] 94.1, 93.5 (benchmarks/results/h200/tuning/glu_units.txt). gelu [2, 2688, 16384] 88.9, 90.6.
+template <typename T, int kSize, bool kGated>
+constexpr int kGluUnits = sizeof(T) * kSize < kVectorBytes ? 4
+                          : kGated                         ? 1
+                                                           : 2;
 
 // The grid: slices of the outer two dims, slice_blocks blocks each. A row is row_units accesses of kSize elements;
 // kGluThreads accesses further is step_rows rows and step_units accesses.
@@ -61,13 +63,13 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
   }
 }
 
-template <typename T, int kSize>
+template <bool kGated, typename T, int kSize>
 __device__ __forceinline__ void store_activated(const GluParams& p, T* target, const Vec<T, kSize>& gate,
                                                 const Vec<T, kSize>& value) {
   float y[kSize];
   to_floats(gate, y);
   activate<std::is_same_v<T, float>>(p.activation, y);
-  if (p.value.data != nullptr) {
+  if constexpr (kGated) {
     float factor[kSize];
     to_floats(value, factor);
 #pragma unroll
@@ -77,13 +79,13 @@ __device__ __forceinline__ void store_activated(const GluParams& p, T* target, c
 }
 
 // Rows are whole accesses of kSize elements, aligned to their size; only a single row may have a few elements more.
-template <typename T, int kSize>
+// kGated: y = activation(gate)·value, else activation(gate).
+template <typename T, int kSize, bool kGated>
 __global__ void __launch_bounds__(kGluThreads)
     glu_kernel(const __grid_constant__ GluParams p, const __grid_constant__ GluGrid grid) {
   wait_for_previous_kernel();
-  constexpr int kUnits = kGluUnits<T, kSize>;
+  constexpr int kUnits = kGluUnits<T, kSize, kGated>;
   using Unit = Vec<T, kSize>;
-  const bool gated = p.value.data != nullptr;
   const T* gates = static_cast<const T*>(p.gate.data);
   const T* values = static_cast<const T*>(p.value.data);
   T* targets = static_cast<T*>(p.y.data);
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(kGluThreads)
     if (row < p.rows.sizes[2]) {
       const int64_t column = unit * kSize;
       gate[i] = load_unit<T, kSize>(gates + row * p.gate.strides[2] + column);
-      if (gated) value[i] = load_unit<T, kSize>(values + row * p.value.strides[2] + column);
+      if constexpr (kGated) value[i] = load_unit<T, kSize>(values + row * p.value.strides[2] + column);
       target[i] = row * p.y.strides[2] + column;
     }
     // The next access, without another division.
@@ -120,13 +122,13 @@ __global__ void __launch_bounds__(kGluThreads)
   }
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
-    if (target[i] >= 0) store_activated<T, kSize>(p, targets + target[i], gate[i], value[i]);
+    if (target[i] >= 0) store_activated<kGated, T, kSize>(p, targets + target[i], gate[i], value[i]);
   }
 
   const int64_t rest = grid.row_units.value * kSize + threadIdx.x;
   if (kSize > 1 && blockIdx.x == 0 && rest < p.rows.hidden) {
     const Vec<T, 1> last = load_unit<T, 1>(gates + rest);
-    store_activated<T, 1>(p, targets + rest, last, gated ? load_unit<T, 1>(values + rest) : last);
+    store_activated<kGated, T, 1>(p, targets + rest, last, kGated ? load_unit<T, 1>(values + rest) : last);
   }
 }
 

@@ -197,7 +197,9 @@ struct RopeFastSide {
   int tokens = 0;
   int inner_rows = 0;
   int units = 0;  // of a row
-  float width = 0.f, inverse_width = 0.f;
+  // The other way round, weights are loaded ahead of tables and registers wait for them: qk_norm_rope across heads,
+  // [2, 2688, 32, 64] bf16, takes 35.6 us for 33.6.
+  float inverse_width = 0.f, width = 0.f;
   Divisor places;        // of the rows that share
   Divisor inner_places;  // of these
 };
