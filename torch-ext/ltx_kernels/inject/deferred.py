@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .norms import FLOATS, is_dense, is_transformed
 from .patching import HAS_CUDA
-from .rewriting import call, innermost, parsed, recompiled, rewritten
+from .rewriting import call, innermost, parsed, passed_on, recompiled, rewritten
 
 INNER = "_ltx_kernels_inner"
 
@@ -251,16 +251,7 @@ def deferred_forward(stock: Callable, kind: str, tree: ast.FunctionDef, **helper
     """
     inner = recompiled(innermost(stock), tree, **helpers)
     outer = parsed(stock)
-    arguments = outer.args
-    positional = [ast.Name(a.arg, ast.Load()) for a in (*arguments.posonlyargs, *arguments.args)]
-    if arguments.vararg:
-        positional.append(ast.Starred(ast.Name(arguments.vararg.arg, ast.Load()), ast.Load()))
-    keywords = [ast.keyword(a.arg, ast.Name(a.arg, ast.Load())) for a in arguments.kwonlyargs]
-    if arguments.kwarg:
-        keywords.append(ast.keyword(None, ast.Name(arguments.kwarg.arg, ast.Load())))
-
-    def passed_to(name: str) -> ast.expr:
-        return call(name, *positional, keywords=keywords)
+    module = ast.Name(outer.args.args[0].arg, ast.Load())
 
     def runs_stock(module: nn.Module) -> bool:
         return type(module).forward is not stock or stock_only()
@@ -270,8 +261,8 @@ def deferred_forward(stock: Callable, kind: str, tree: ast.FunctionDef, **helper
         return (innermost(stock) if forward is stock else forward)(module, *args, **options)
 
     outer.body = [
-        ast.If(call("_ltx_runs_stock", positional[0]), [ast.Return(passed_to("_ltx_run_stock"))], []),
-        ast.Return(call("_ltx_value", passed_to("_ltx_inner"))),
+        ast.If(call("_ltx_runs_stock", module), [ast.Return(passed_on(outer, "_ltx_run_stock"))], []),
+        ast.Return(call("_ltx_value", passed_on(outer, "_ltx_inner"))),
     ]
     helpers = {
         "_ltx_runs_stock": runs_stock,

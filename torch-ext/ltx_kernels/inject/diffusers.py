@@ -1,32 +1,46 @@
 """What is replaced in diffusers and in torch.nn: a table of classes, by the module that defines them and their name."""
 
+import ast
 import functools
-from typing import Any, Callable, Optional, Union
+from typing import Callable, Optional, Union
 
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import functional
-from . import decoders, heads, ltx, ltx_vae, streams
-from .blocks import call_plain, left_to_inductor, linear_gelu_tanh, packing
+from . import blocks, decoders, heads, ltx, ltx_vae, streams
+from .blocks import call_plain, linear_gelu_tanh, packing
 from .deferred import stock_only, taken
 from .norms import know_norm, norm_arguments, rms_norm_forward, weight_of
 from .patching import Recipe, own_forward
+from .rewriting import innermost, parsed, passed_on, recompiled
 
 
 @functools.cache  # one forward for all instances of a class: they compile once
-def _for_large(forward: Callable, stock: Callable) -> Callable:
-    """`forward`; in compiled code, for an input of fewer than COMPILED_ELEMENTS, the class's `stock`."""
+def _for_large(forward: Callable, cls: type, elements: int) -> Callable:
+    """`forward`; in compiled code, for an input of fewer than `elements`, the class's own.
 
-    @functools.wraps(forward)
-    def either(self: nn.Module, *args: Any, **options: Any) -> Any:
-        if left_to_inductor(args[0] if args else options.get("hidden_states")) and type(self).forward is stock:
-            return stock(self, *args, **options)
-        return forward(self, *args, **options)
-
-    # Code of its own: with it dynamo keeps what it compiles, and by its name what sizes were seen.
+    Each thing looked at on the way is a guard, which takes time in every call. So the arguments are those of the
+    class's forward, and no tuple and dict; `left_to_inductor` is written out, without the globals that it reads; and
+    the class is found in its module: what is asked of an instance's type keeps torch 2.11 from skipping the guards of
+    all that the instance holds while the tags of their dicts are the same.
+    """
+    stock, name = cls.forward, cls.__name__
+    tree = parsed(stock)
+    if isinstance(tree, str) or innermost(stock) is not stock or stock.__globals__.get(name) is not cls:
+        return forward
+    x = tree.args.args[1].arg
+    is_small = f"_ltx_is_compiling() and isinstance({x}, _ltx_tensor) and {x}.numel() < {elements}"
+    is_left = ast.parse(f"{is_small} and {name}.forward is _ltx_stock", mode="eval").body
+    tree.body = [
+        ast.If(is_left, [ast.Return(passed_on(tree, "_ltx_stock"))], []),
+        ast.Return(passed_on(tree, "_ltx_forward")),
+    ]
+    helpers = {"_ltx_is_compiling": is_dynamo_compiling, "_ltx_tensor": Tensor}
+    either = recompiled(stock, tree, _ltx_stock=stock, _ltx_forward=forward, **helpers)
+    # By this name dynamo keeps what sizes were seen.
     either.__code__ = either.__code__.replace(co_name=stock.__qualname__)
-    return either
+    return functools.wraps(forward)(either)
 
 
 def _large(plan: Callable) -> Callable:
@@ -34,7 +48,7 @@ def _large(plan: Callable) -> Callable:
 
     def plan_of(module: nn.Module) -> Union[Callable, str]:
         forward = plan(module)
-        return forward if isinstance(forward, str) else _for_large(forward, type(module).forward)
+        return forward if isinstance(forward, str) else _for_large(forward, type(module), blocks.COMPILED_ELEMENTS)
 
     return plan_of
 

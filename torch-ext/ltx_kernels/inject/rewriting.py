@@ -134,6 +134,18 @@ def call(function: str, *arguments: ast.expr, keywords: Sequence[ast.keyword] = 
     return ast.Call(ast.Name(function, ast.Load()), list(arguments), list(keywords))
 
 
+def passed_on(tree: ast.FunctionDef, function: str) -> ast.Call:
+    """The call of `function` with all arguments of `tree`."""
+    arguments = tree.args
+    positional = [ast.Name(a.arg, ast.Load()) for a in (*arguments.posonlyargs, *arguments.args)]
+    if arguments.vararg:
+        positional.append(ast.Starred(ast.Name(arguments.vararg.arg, ast.Load()), ast.Load()))
+    keywords = [ast.keyword(a.arg, ast.Name(a.arg, ast.Load())) for a in arguments.kwonlyargs]
+    if arguments.kwarg:
+        keywords.append(ast.keyword(None, ast.Name(arguments.kwarg.arg, ast.Load())))
+    return call(function, *positional, keywords=keywords)
+
+
 def submodule(node: ast.expr) -> ast.expr:
     """The expression `module.name` or `module.name[0]` of a submodule, found before nn.Module.__getattr__ is asked.
 
