@@ -31,6 +31,11 @@ _LOOKS_REPLACEABLE = re.compile(r"RMSNorm|(GLU|TransformerBlock)$")
 #: what `only` and `skip` may name besides classes and modules
 KINDS = {recipe.kind for recipe in diffusers.RECIPES.values()} | transformers.KINDS
 
+# Parts that the own forward of a block or of a feed-forward calls (`install`), and that run the kernels when it does:
+# with grad or under autocast neither does.
+_PARTS = {"attention", "feed_forward", "gated_mlp", "gelu", "layer_norm"}
+_WHOLES = {"transformer_block", "feed_forward"}
+
 Names = Union[str, Iterable[str], None]
 
 
@@ -74,8 +79,9 @@ def inject_optimized_kernels(model_or_pipeline: Any, *, only: Names = None, skip
     choose = _Choice(only, skip)
     chosen = [choose(name, type(module)) for name, module in modules]
     choose.refuse_unmatched()  # before anything is changed
+    by_name = dict(modules)
     for (name, module), is_chosen in zip(modules, chosen):
-        reason = _inject(module) if is_chosen else "not chosen (only, skip)"
+        reason = _inject(module, _is_part(name, by_name)) if is_chosen else "not chosen (only, skip)"
         cls, kind = type(module).__name__, installed_kind(module)
         if kind is not None:
             report.injected.append(Injected(kind, cls, name))
@@ -84,7 +90,18 @@ def inject_optimized_kernels(model_or_pipeline: Any, *, only: Names = None, skip
     return report
 
 
-def _inject(module: nn.Module) -> str:
+def _is_part(name: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a module needs its own forward only within that of the block that it is a part of."""
+    module, parent = modules[name], name.rpartition(".")[0]
+    recipe = _recipe_for(type(module))
+    if recipe is None or recipe.kind not in _PARTS or getattr(module, "norm_q", None) is not None:
+        return False  # caches put hooks on attentions, under which those that norm their heads gain most
+    if isinstance(modules.get(parent), nn.ModuleList):
+        parent = parent.rpartition(".")[0]
+    return name != parent and parent in modules and installed_kind(modules[parent]) in _WHOLES
+
+
+def _inject(module: nn.Module, as_part: bool) -> str:
     """Apply the recipe of a module's class; returns why nothing was installed, if so."""
     recipe = _recipe_for(type(module))
     if recipe is None:
@@ -99,7 +116,7 @@ def _inject(module: nn.Module) -> str:
         return "its forward takes other parameters than the one that this package knows"
     if not (_is_read(type(module), forward) or _has_its_own_forward(type(module))):
         return "something else has replaced the forward of its class"
-    if not install(module, forward):
+    if not install(module, forward, as_part):
         return "something else has replaced its forward (kernelize, another patch)"
     if recipe.installed is not None:
         recipe.installed(module)

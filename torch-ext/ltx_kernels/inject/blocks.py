@@ -12,7 +12,7 @@ from torch.nn.modules import module as every_module
 from .. import functional
 from .._ops import add_op_namespace_prefix
 from .norms import supported
-from .patching import is_plain
+from .patching import PART, is_plain
 from .rewriting import is_of
 
 #: (value, row of a learned table or None), added in the kernel: how a scale, shift or gate is given
@@ -120,14 +120,18 @@ def call_forward(module: Any, *args: Any, **options: Any) -> Any:
     """module(*args, **options), past nn.Module.__call__ where that would only call the forward.
 
     It takes the host half as long as a GEMM. While grad is enabled it may do more: backward hooks are its business.
+    A part of a block (`install`) runs its own forward.
     """
-    if type(module).__call__ is not _CALL or is_dynamo_compiling() or torch.is_grad_enabled():
+    if type(module).__call__ is not _CALL or torch.is_grad_enabled():
+        return module(*args, **options)
+    own = None if "forward" in module.__dict__ else module.__dict__.get(PART)
+    if is_dynamo_compiling() and own is None:
         return module(*args, **options)
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return module(*args, **options)
     if module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None:
         return module(*args, **options)
-    return module.forward(*args, **options)
+    return (own or module.forward)(*args, **options)
 
 
 def call_plain(module: Any, x: Any) -> Any:

@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import functional
 from . import blocks, decoders, heads, ltx, ltx_vae, streams
-from .blocks import call_plain, linear_gelu_tanh, packing
+from .blocks import call_forward, call_plain, left_to_inductor, linear_gelu_tanh, packing
 from .deferred import stock_only, taken
 from .norms import know_norm, norm_arguments, rms_norm_forward, weight_of
 from .patching import Recipe, own_forward
@@ -73,10 +73,11 @@ def _gelu(self, hidden_states):
 @own_forward("feed_forward")
 def _feed_forward(self, hidden_states, *args, **kwargs):
     """attention.FeedForward: a plain Linear or Dropout of it is called past nn.Module, but in compiled code."""
-    if args or kwargs or is_dynamo_compiling():
+    if args or kwargs or left_to_inductor(hidden_states):
         return type(self).forward(self, hidden_states, *args, **kwargs)
+    call_part = call_forward if is_dynamo_compiling() else call_plain
     for module in self.net:
-        hidden_states = call_plain(module, hidden_states)
+        hidden_states = call_part(module, hidden_states)
     return hidden_states
 
 

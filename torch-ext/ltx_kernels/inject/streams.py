@@ -183,7 +183,7 @@ class Normed(Deferred):
                 x.resolve(total)
                 return result
             return functional.ada_norm(value(x), scale, shift, **self.arguments)
-        result = self.module(value(self.x))
+        result = call_forward(self.module, value(self.x))
         if scale is not None:
             result = result * (1 + value(self.scale))
         if shift is not None:
@@ -257,7 +257,7 @@ def call_module(module: Any, *args: Any, **options: Any) -> Any:
                 arguments = norm_arguments(module, x.dtype, x.shape[-1])
                 if arguments is not None:
                     return Normed(module, x, arguments)
-    return module(*value(args), **{name: value(option) for name, option in options.items()})
+    return call_forward(module, *value(args), **{name: value(option) for name, option in options.items()})
 
 
 def call_both(outer: Any, inner: Any, x: Any) -> Any:
@@ -266,12 +266,17 @@ def call_both(outer: Any, inner: Any, x: Any) -> Any:
         y = linear_gelu_tanh(value(x), inner)
         if y is not None:
             return y
-    return call_module(outer, inner(value(x)))
+    return call_module(outer, call_forward(inner, value(x)))
+
+
+def called(module: Any) -> Callable:
+    """What a function that calls `module` is given instead: a part of a block runs its own forward."""
+    return functools.partial(call_forward, module)
 
 
 class _DeferStream(Defer):
     answered = ("unsqueeze",)
-    gives_tensor = ("_ltx_value", "_ltx_call_forward")
+    gives_tensor = ("_ltx_value", "_ltx_call_forward", "_ltx_called")
 
     def __init__(self, followed: tuple[str, ...], modules: frozenset[str], others: frozenset[str]):
         self.followed = followed  # methods of the class that have a part in the stream
@@ -303,6 +308,8 @@ class _DeferStream(Defer):
         node = super().visit_Call(node)
         if name in self.others:
             return call("_ltx_call_forward", submodule(function), *node.args, keywords=node.keywords)
+        if getattr(function, "id", "") == "_chunked_feed_forward":  # it calls its argument, self.ff
+            node.args[0] = call("_ltx_called", arguments[0])
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
@@ -324,6 +331,7 @@ _HELPERS = {
     "_ltx_call_module": call_module,
     "_ltx_call_both": call_both,
     "_ltx_call_forward": call_forward,
+    "_ltx_called": called,
     "_ltx_float32": torch.float32,
     "_ltx_value": value,
 }
