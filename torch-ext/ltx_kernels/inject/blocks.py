@@ -131,7 +131,8 @@ def call_forward(module: Any, *args: Any, **options: Any) -> Any:
         return module(*args, **options)
     if module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None:
         return module(*args, **options)
-    return (own or module.forward)(*args, **options)
+    # Not `own or`: torch 2.11's dynamo cannot tell whether a method is true.
+    return (module.forward if own is None else own)(*args, **options)
 
 
 def call_plain(module: Any, x: Any) -> Any:
