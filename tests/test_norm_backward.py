@@ -52,6 +52,15 @@ def test_rows_around_the_number_of_partial_sums(k, device, rows):
     check(k, *make((rows, 96), BF16, device))
 
 
+@pytest.mark.parametrize("hidden", [40, 2048, 4100, 12000, 70000])
+@pytest.mark.parametrize("rows", [7, 63, 64, 65, 255, 256, 257])
+def test_rows_around_the_number_that_is_few(k, device, rows, hidden):
+    """Of few rows grad_weight is summed from grad_y and x, not from partial sums, whatever their layout."""
+    grad_y, x, weight = make((rows, hidden), BF16, device)
+    grads = check(k, grad_y, x, weight)
+    assert same_bits(gradients(k, grad_y.t().contiguous().t(), misaligned(x), weight), grads)
+
+
 @pytest.mark.parametrize("rows,hidden", [(600, 12000), (601, 16384), (230, 20480), (250, 32768), (130, 65536)])
 def test_clusters_that_walk_over_many_long_rows(k, device, rows, hidden):
     """Five turns and more: their sums take turns in two places, whose barriers change phase."""

@@ -10,7 +10,7 @@ import reference
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from conftest import DTYPES
+from conftest import DTYPES, misaligned, same_bits
 from layouts import FAR, assert_nothing_copied, room_for_far
 from reference import assert_no_worse_than_eager
 
@@ -83,6 +83,20 @@ def test_more_channels_than_shared_memory_holds(k, device, layout, channels):
     for dtype in (FP32, BF16):
         for width in (8, 7):
             check(k, make_inputs((1, channels, 1, 2, width), dtype, device, layout))
+
+
+@pytest.mark.parametrize("channels", [3, 24, 64, 96, 128, 200, 256, 384, 512, 1000, 1024, 1500])
+@pytest.mark.parametrize("modulation", ["", "scale shift"])
+def test_the_place_of_operands_does_not_change_bits(k, device, dtype, channels, modulation):
+    """Aligned planes wait for their sums in registers, others in shared memory."""
+    inputs = make_inputs((2, channels, 1, 5, 16), dtype, device, modulation=modulation)
+    expected = check(k, inputs)
+    assert same_bits([k.pixel_norm_silu(**{**inputs, "x": misaligned(inputs["x"])})], [expected])
+
+
+def test_more_images_than_a_dimension_of_the_grid_holds(k, device):
+    check(k, make_inputs((65537 + 3, 2, 1, 1, 8), BF16, device))
+    check(k, make_inputs((65537 + 3, 2, 1, 1, 3), BF16, device))
 
 
 @pytest.mark.parametrize("modulation", ["", "scale", "shift", "scale shift"])

@@ -18,6 +18,7 @@ struct Cuda {
   static void norm_backward(const NormBackwardParams& params, const Tensor& x) {
     on_stream(x, [&](void* s) { return norm_backward_cuda(params, s); });
   }
+  static int64_t partial_sums(const Rows& rows) { return norm_backward_partials(rows); }
   static void pixel_norm(const PixelNormParams& params, const Tensor& x) {
     on_stream(x, [&](void* s) { return pixel_norm_cuda(params, s); });
   }
@@ -48,6 +49,7 @@ struct Cuda {
 struct Cpu {
   static void norm_forward(const NormParams& params, const Tensor&) { norm_forward_cpu(params); }
   static void norm_backward(const NormBackwardParams& params, const Tensor&) { norm_backward_cpu(params); }
+  static int64_t partial_sums(const Rows&) { return 0; }  // it makes its own
   static void pixel_norm(const PixelNormParams& params, const Tensor&) { pixel_norm_cpu(params); }
   static void rope(const RopeParams& params, const Tensor&) { rope_cpu(params); }
   static void glu(const GluParams& params, const Tensor&) { glu_cpu(params); }

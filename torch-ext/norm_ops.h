@@ -130,9 +130,11 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad_y, Tensor x, OptionalTe
   Tensor grad_weight = wants_grad_weight ? allocate_like(*weight) : allocate({0}, x.scalar_type(), x);
   OptionalTensor partials;
   if (wants_grad_weight) {
-    params.partials = norm_backward_partials(params.rows);
-    partials = allocate({params.partials, params.rows.hidden}, ScalarType::Float, x);
-    params.grad_weight_partials = static_cast<float*>(partials->data_ptr());
+    params.partials = Backend::partial_sums(params.rows);
+    if (params.partials > 0) {
+      partials = allocate({params.partials, params.rows.hidden}, ScalarType::Float, x);
+      params.grad_weight_partials = static_cast<float*>(partials->data_ptr());
+    }
     params.grad_weight.data = grad_weight.data_ptr();
     params.grad_weight.dtype = dtype_of(grad_weight, "weight");
   }

@@ -7,9 +7,10 @@ namespace {
 
 template <typename T, int kSize, bool kGated>
 cudaError_t launch(const GluParams& p, cudaStream_t stream) {
-  const GluGrid grid(p.rows, kSize, kGluUnits<T, kSize, kGated>);
+  const GluGrid grid(p.rows, kSize, kGluThreads<kGated>, kGluUnits<T, kSize, kGated>);
   const int64_t blocks = grid.slice_blocks * p.rows.sizes[0] * p.rows.sizes[1];
-  return launch_kernel(glu_kernel<T, kSize, kGated>, {static_cast<unsigned>(blocks), kGluThreads}, stream, p, grid);
+  return launch_kernel(glu_kernel<T, kSize, kGated>, {static_cast<unsigned>(blocks), kGluThreads<kGated>}, stream, p,
+                       grid);
 }
 
 template <typename T, int kSize>

@@ -14,7 +14,8 @@
 
 namespace ltx_kernels {
 
-constexpr int kGluThreads = 256;
+template <bool kGated>
+constexpr int kGluThreads = kGated ? 256 : 128;
 
 // Accesses of each operand that a thread has in flight. With a gate and a value one of 16 bytes: threads enough live
 // for memory, and a small call has more blocks. swiglu bf16 with two, one: [1, 14336] 1.43, 1.07 us; [1024, 2048] 5.37,
@@ -25,17 +26,17 @@ constexpr int kGluUnits = sizeof(T) * kSize < kVectorBytes ? 4
                                                            : 2;
 
 // The grid: slices of the outer two dims, slice_blocks blocks each. A row is row_units accesses of kSize elements;
-// kGluThreads accesses further is step_rows rows and step_units accesses.
+// a block's threads accesses further is step_rows rows and step_units accesses.
 struct GluGrid {
   int64_t slice_blocks;
   WideDivisor row_units;
   int64_t step_rows;
   int64_t step_units;
 
-  GluGrid(const Rows& rows, int size, int units) : row_units(rows.hidden / size) {
-    slice_blocks = ceil_div(rows.sizes[2] * row_units.value, kGluThreads * units);
-    step_rows = kGluThreads / row_units.value;
-    step_units = kGluThreads % row_units.value;
+  GluGrid(const Rows& rows, int size, int threads, int units) : row_units(rows.hidden / size) {
+    slice_blocks = ceil_div(rows.sizes[2] * row_units.value, threads * units);
+    step_rows = threads / row_units.value;
+    step_units = threads % row_units.value;
   }
 };
 
@@ -75,13 +76,13 @@ __device__ __forceinline__ void store_activated(const GluParams& p, T* target, c
 #pragma unroll
     for (int j = 0; j < kSize; ++j) y[j] *= factor[j];
   }
-  *reinterpret_cast<Vec<T, kSize>*>(target) = from_floats<T, kSize>(y);
+  store_vector(target, from_floats<T, kSize>(y));
 }
 
 // Rows are whole accesses of kSize elements, aligned to their size; only a single row may have a few elements more.
 // kGated: y = activation(gate)·value, else activation(gate).
 template <typename T, int kSize, bool kGated>
-__global__ void __launch_bounds__(kGluThreads)
+__global__ void __launch_bounds__(kGluThreads<kGated>)
     glu_kernel(const __grid_constant__ GluParams p, const __grid_constant__ GluGrid grid) {
   wait_for_previous_kernel();
   constexpr int kUnits = kGluUnits<T, kSize, kGated>;
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kGluThreads)
   }
 
   int64_t unit;
-  int64_t row = grid.row_units.divide(block * (kGluThreads * kUnits) + threadIdx.x, &unit);
+  int64_t row = grid.row_units.divide(block * (kGluThreads<kGated> * kUnits) + threadIdx.x, &unit);
   // All loads first, then the arithmetic.
   Unit gate[kUnits], value[kUnits];
   int64_t target[kUnits];  // negative: no such access

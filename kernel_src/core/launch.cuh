@@ -44,7 +44,7 @@ inline RowLaunch row_launch(int64_t row_vectors, int vectors, int block_threads)
 // there is, always: a limit that followed the call would be too low for the call of another thread.
 template <typename Kernel>
 cudaError_t allow_shared_memory(Kernel* kernel, int64_t stage_bytes, int* stages) {
-  constexpr int64_t kStatic = 4096;  // more than any of our kernels declares
+  constexpr int64_t kStatic = 6 * 1024;  // more than any of our kernels declares
   constexpr int64_t kDefault = 48 * 1024;
   if (*stages * stage_bytes + kStatic <= kDefault) return cudaSuccess;
   int device = 0;

@@ -107,12 +107,39 @@ __device__ __forceinline__ void to_floats(const Vec<T, kSize>& vector, float (&v
   }
 }
 
+// Where it is to be taken apart again: else the compiler keeps the floats of the first time, in twice the registers.
+template <typename T>
+__device__ __forceinline__ void keep_packed(Vec<T, kVectorSize<T>>& vector) {
+  uint32_t words[kVectorBytes / 4];
+  memcpy(words, &vector, sizeof(words));
+#pragma unroll
+  for (uint32_t& word : words) asm volatile("" : "+r"(word));
+  memcpy(&vector, words, sizeof(words));
+}
+
 template <typename T, int kSize>
 __device__ __forceinline__ Vec<T, kSize> from_floats(const float (&values)[kSize]) {
   Vec<T, kSize> vector;
 #pragma unroll
   for (int i = 0; i < kSize; ++i) vector.value[i] = from_float<T>(values[i]);
   return vector;
+}
+
+// To global memory, in stores of 16 bytes where there are as many. Those of a Vec that is assigned the compiler at
+// times takes apart, into stores of four bytes: rope_fast_kernel did so for every second row.
+template <typename T, int kSize>
+__device__ __forceinline__ void store_vector(T* target, const Vec<T, kSize>& vector) {
+  constexpr int kWhole = static_cast<int>(sizeof(vector)) / kVectorBytes;
+#pragma unroll
+  for (int i = 0; i < kWhole; ++i) {
+    uint32_t words[4];
+    memcpy(words, &vector.value[i * kVectorSize<T>], sizeof(words));
+    asm volatile(
+        "st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target + i * kVectorSize<T>)),
+        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+        : "memory");
+  }
+  if constexpr (kWhole == 0) *reinterpret_cast<Vec<T, kSize>*>(target) = vector;
 }
 
 template <typename S, int kSize>
@@ -170,7 +197,7 @@ __device__ __forceinline__ void store_floats_as(void* data, int64_t offset, bool
   S* target = static_cast<S*>(data) + offset;
   const Vec<S, kSize> vector = from_floats<S, kSize>(values);
   if (vectorized) {
-    *reinterpret_cast<Vec<S, kSize>*>(target) = vector;
+    store_vector(target, vector);
   } else {
     store_elements(target, vector, count);
   }

@@ -153,15 +153,16 @@ LTX_KERNELS_MULTIVERSION void forward_rows(const NormParams& p, int64_t begin, i
   }
 }
 
-// Every partials-th row from `first` on; their part of grad_weight goes to row `first` of the partial sums.
-LTX_KERNELS_MULTIVERSION void backward_rows(const NormBackwardParams& p, int64_t first, int64_t step) {
+// Every step-th row from `first` on; their part of grad_weight goes to `grad_weight`, fp32 [hidden], where it is
+// wanted.
+LTX_KERNELS_MULTIVERSION void backward_rows(const NormBackwardParams& p, int64_t first, int64_t step,
+                                            float* grad_weight) {
   const int64_t hidden = p.rows.hidden;
   FloatBuffer buffer(3 * hidden);
   float* const grad_y = buffer.data();
   float* const normed = grad_y + hidden;
   float* const g = normed + hidden;
   RowReader weight_rows(p.weight, hidden);
-  float* const grad_weight = p.grad_weight_partials != nullptr ? p.grad_weight_partials + first * hidden : nullptr;
   if (grad_weight != nullptr) std::fill(grad_weight, grad_weight + hidden, 0.f);
   for (int64_t number = first; number < p.rows.count(); number += step) {
     const RowOffsets row(number, p.rows);
@@ -190,15 +191,20 @@ void norm_forward_cpu(const NormParams& p) {
 }
 
 void norm_backward_cpu(const NormBackwardParams& p) {
-  const int64_t partials = norm_backward_partials(p.rows);
-  torch::stable::parallel_for(0, partials, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) backward_rows(p, i, partials);
+  // A function of the shape alone: the bits do not depend on the number of threads.
+  constexpr int64_t kParts = 128;
+  const int64_t parts = std::clamp(p.rows.count() / 4, int64_t{1}, kParts);
+  const bool wants_weight = p.grad_weight.data != nullptr;
+  std::vector<float> partials(wants_weight ? parts * p.rows.hidden : 0);
+  torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      backward_rows(p, i, parts, wants_weight ? partials.data() + i * p.rows.hidden : nullptr);
   });
-  if (p.grad_weight_partials == nullptr) return;
+  if (!wants_weight) return;
   // In fp64: one column's sum runs over hundreds of parts.
   std::vector<double> sum(p.rows.hidden, 0.);
-  for (int64_t i = 0; i < partials; ++i) {
-    const float* const part = p.grad_weight_partials + i * p.rows.hidden;
+  for (int64_t i = 0; i < parts; ++i) {
+    const float* const part = partials.data() + i * p.rows.hidden;
     for (int64_t column = 0; column < p.rows.hidden; ++column) sum[column] += part[column];
   }
   const std::vector<float> grad_weight(sum.begin(), sum.end());

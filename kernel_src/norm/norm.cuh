@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
   };
   const auto rows_of = [&](const Operand& operand) { return first_row(operand, static_cast<T*>(operand.data)); };
   const auto vector_at = [&](const Operand& operand, T* rows, int row, int i) {
-    return reinterpret_cast<Vector*>(rows + (first + row <= last ? row * operand.strides[2] : 0) + column(i));
+    return rows + (first + row <= last ? row * operand.strides[2] : 0) + column(i);
   };
   // Calls f(row, i) for the vectors of this thread.
   const auto for_each = [&](auto&& f) {
@@ -224,10 +224,11 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
   };
   const auto load_rows = [&](const Operand& operand, Vector(&vectors)[kRows][kVecs]) {
     T* const from = rows_of(operand);
-    for_each([&](int row, int i) { vectors[row][i] = *vector_at(operand, from, row, i); });
+    for_each(
+        [&](int row, int i) { vectors[row][i] = *reinterpret_cast<const Vector*>(vector_at(operand, from, row, i)); });
   };
-  const auto store_vector = [&](const Operand& operand, T* rows, int row, int i, const Vector& values) {
-    if (first + row <= last && exists(i)) *vector_at(operand, rows, row, i) = values;
+  const auto store_if_exists = [&](const Operand& operand, T* rows, int row, int i, const Vector& values) {
+    if (first + row <= last && exists(i)) store_vector(vector_at(operand, rows, row, i), values);
   };
 
   Vector h[kRows][kVecs];  // [rows, vectors]
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
         to_floats(residual[row][i], r);
         update_residual(kHas, gate, r, x);
         h[row][i] = from_floats<T, kSize>(x);
-        store_vector(p.new_residual, new_residual, row, i, h[row][i]);
+        store_if_exists(p.new_residual, new_residual, row, i, h[row][i]);
       }
     }
   }
@@ -342,7 +343,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
       for (int row = 0; row < kRows; ++row) {
         to_floats(h[row][i], values);
         finish<T, kStatistic, decltype(cast)::value>(p, kHas, moments[row], factor, term, values);
-        store_vector(p.y, y, row, i, from_floats<T, kSize>(values));
+        store_if_exists(p.y, y, row, i, from_floats<T, kSize>(values));
       }
     }
   });

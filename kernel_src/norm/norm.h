@@ -35,9 +35,9 @@ struct NormBackwardParams {
   Operand weight;                         // [hidden]
   Operand grad_x;                         // [*rows, hidden], no data: not wanted
   const float* rstd = nullptr;            // [rows]
-  float* grad_weight_partials = nullptr;  // [partials, hidden] fp32, no data: not wanted
+  float* grad_weight_partials = nullptr;  // [partials, hidden] fp32
   int64_t partials = 0;
-  Operand grad_weight;  // [hidden]
+  Operand grad_weight;  // [hidden], no data: not wanted
   float weight_offset = 0.f;
   bool cast_before_weight = false;  // the weight saw norm(x) rounded to x's dtype
 };
@@ -51,25 +51,27 @@ struct BackwardSpread {
   int segments;       // blocks a row, a cluster where there are several; 0: it is too long
   int walkers;        // blocks, or clusters, that walk over the rows: as many as the 132 SMs of an H100 hold at a time
   int block_threads;  // at least
+  int few_rows;       // up to so many, grad_weight is summed from grad_y and x by blocks of its own
 };
 
 inline BackwardSpread norm_backward_spread(int64_t hidden) {
-  if (hidden <= 2048) return {1, 264, 256};
-  if (hidden <= kFusedColumns) return {1, 132, 512};
-  if (hidden <= 2 * kFusedColumns) return {2, 66, 512};
+  if (hidden <= 2048) return {1, 264, 256, 256};
+  if (hidden <= kFusedColumns) return {1, 132, 512, 256};
+  if (hidden <= 2 * kFusedColumns) return {2, 66, 512, 64};
   // A cluster lies within a GPC, whose SMs are no multiple of 4 or 8: [4096, 32768] bf16 takes 267 us with 30 clusters
   // and 488 with 31, which do not fit at a time. How many do differs from chip to chip.
-  if (hidden <= 4 * kFusedColumns) return {4, 28, 512};
-  if (hidden <= 8 * kFusedColumns) return {8, 14, 512};
-  return {0, 32, 0};
+  if (hidden <= 4 * kFusedColumns) return {4, 28, 512, 0};
+  if (hidden <= 8 * kFusedColumns) return {8, 14, 512, 0};
+  return {0, 32, 0, INT32_MAX};
 }
 
-// Rows of the fp32 scratch that the weight gradient is summed from, one for each walker that finds four rows. A
-// function of the shape alone, so that bits agree across GPUs.
+// Rows of the fp32 scratch that the weight gradient is summed from, one for each walker that finds four rows; none
+// where the rows are few. A function of the shape alone, so that bits agree across GPUs.
 inline int64_t norm_backward_partials(const Rows& rows) {
-  const int64_t wanted = norm_backward_spread(rows.hidden).walkers;
+  const BackwardSpread spread = norm_backward_spread(rows.hidden);
+  if (rows.count() <= spread.few_rows) return 0;
   const int64_t least = (rows.count() + 3) / 4;
-  return least < 1 ? 1 : (least < wanted ? least : wanted);
+  return least < spread.walkers ? least : spread.walkers;
 }
 
 // Each returns a cudaError_t as int; the stream is a cudaStream_t.

@@ -64,16 +64,94 @@ __device__ __forceinline__ void add_weight_gradient(const NormBackwardParams& p,
   for (int j = 0; j < kSize; ++j) sum[j] = fmaf(grad_y[j], normed[j], sum[j]);
 }
 
+// The sums of a weight's gradient: a block takes as many columns as a warp has threads, each of its warps a part of
+// what there is to add up, in a fixed order.
+constexpr int kColumns = kWarpSize;
+constexpr int kColumnThreads = 1024;  // what such a sum takes is the latency of its loads
+
+__device__ __forceinline__ int thread_of_block() { return threadIdx.y * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ int warps_of_block() { return blockDim.x * blockDim.y / kWarpSize; }
+
+// Sum over the warps of the block, kMost at most, of one value a column; valid in the first warp.
+template <int kMost>
+__device__ __forceinline__ float column_sum(float value) {
+  __shared__ float scratch[kMost][kColumns];
+  scratch[thread_of_block() / kColumns][thread_of_block() % kColumns] = value;
+  __syncthreads();
+  float sum = 0.f;
+  if (thread_of_block() < kColumns) {
+#pragma unroll 8
+    for (int warp = 0; warp < warps_of_block(); ++warp) sum += scratch[warp][thread_of_block()];
+  }
+  return sum;
+}
+
+// Rounds the gradient once.
+__device__ __forceinline__ void store_weight_gradient(const NormBackwardParams& p, int64_t column, float sum) {
+  const float value[1] = {sum};
+  switch (p.grad_weight.dtype) {
+    case Dtype::kFloat16:
+      return store_floats_as<__half, 1>(p.grad_weight.data, column, false, 1, value);
+    case Dtype::kBFloat16:
+      return store_floats_as<__nv_bfloat16, 1>(p.grad_weight.data, column, false, 1, value);
+    default:
+      return store_floats_as<float, 1>(p.grad_weight.data, column, false, 1, value);
+  }
+}
+
+// Part `part` of `parts` of the rows, for the columns of block `block`, straight from grad_y and x: to its row of
+// partial sums, or, where there are none, as the gradient.
+template <typename T, int kMostWarps>
+__device__ __forceinline__ void sum_rows(const NormBackwardParams& p, int64_t block, int64_t part, int64_t parts) {
+  constexpr int kRows = 8;  // whose loads are on their way together
+  const int64_t column = block * kColumns + thread_of_block() % kColumns;
+  const int64_t rows = p.rows.count(), step = parts * warps_of_block();
+  float sums[kRows] = {};
+  // `flat`: rows fold into one dim. Asked for each row, it would part their loads.
+  const auto add_rows = [&](auto flat) {
+    for (int64_t first = part * warps_of_block() + thread_of_block() / kColumns; first < rows; first += step * kRows) {
+      float grad_y[kRows], normed[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const bool exists = first + i * step < rows;
+        const int64_t row = exists ? first + i * step : first;
+        const auto value = [&](const Operand& operand) {
+          const int64_t at = flat ? row * operand.strides[2] : RowIndex(row, p.rows).offset(operand);
+          return to_float(static_cast<const T*>(operand.data)[at + column]);
+        };
+        const float of_grad_y = value(p.grad_y), of_x = __fmul_rn(value(p.x), p.rstd[row]);
+        grad_y[i] = exists ? of_grad_y : 0.f;
+        normed[i] = exists ? of_x : 0.f;
+      }
+      add_weight_gradient<T>(p, grad_y, normed, sums);
+    }
+  };
+  if (column < p.rows.hidden) p.rows.sizes[2] == rows ? add_rows(std::true_type{}) : add_rows(std::false_type{});
+  float sum = sums[0];
+#pragma unroll
+  for (int i = 1; i < kRows; ++i) sum += sums[i];
+  sum = column_sum<kMostWarps>(sum);
+  if (thread_of_block() >= kColumns || column >= p.rows.hidden) return;
+  if (p.partials > 0) {
+    p.grad_weight_partials[part * p.rows.hidden + column] = sum;
+  } else {
+    store_weight_gradient(p, column, sum);
+  }
+}
+
 // Bytes in which a thread stages the rows of two turns.
 template <typename T>
 constexpr int kStagedBytes = kStages * kRowsAtATime<T> * 2 * kElements * static_cast<int>(sizeof(T));
 
-// kStaged: all operands are aligned, and weight holds M. Otherwise they may start anywhere and weight be of any dtype;
-// the order of the sums is the same. kSegmented (sm_90): a cluster of blocks shares a row.
+// The first row_blocks blocks walk over the rows; those behind them, where there are any, take columns of few rows,
+// whose partial sums and the kernel to add them up would take longer than reading the rows again
+// (norm_backward_spread). kStaged: all operands are aligned, and weight holds M. Otherwise they may start anywhere and
+// weight be of any dtype; the order of the sums is the same. kSegmented (sm_90): a cluster of blocks shares a row.
 template <typename T, typename M, bool kStaged, bool kSegmented>
 __global__ void __launch_bounds__(kMaxThreadsPerRow)
-    norm_backward_kernel(const __grid_constant__ NormBackwardParams p) {
+    norm_backward_kernel(const __grid_constant__ NormBackwardParams p, const unsigned row_blocks) {
   wait_for_previous_kernel();
+  if (blockIdx.x >= row_blocks) return sum_rows<T, kMaxThreadsPerRow / kWarpSize>(p, blockIdx.x - row_blocks, 0, 1);
   constexpr int kSize = kVectorSize<T>;
   constexpr int kVecs = kElements / kSize;
   constexpr int kRows = kRowsAtATime<T>;
@@ -98,7 +176,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
     }
   };
   // A thread reads only what it has staged itself.
-  const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int threads = blockDim.x * blockDim.y, thread = thread_of_block();
   const auto stage_of = [&](int stage, int row, int operand, int i) {
     return reinterpret_cast<Vector*>(shared) + (((stage * kRows + row) * 2 + operand) * kVecs + i) * threads + thread;
   };
@@ -128,7 +206,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   };
 
   // The rows of this thread, from `first` on, and of the others of the block: all make as many turns.
-  const int64_t block = segment.row(), blocks = gridDim.x / segment.count();
+  const int64_t block = segment.row(), blocks = row_blocks / segment.count();
   const int64_t step = blocks * blockDim.y * kRows;
   int64_t first = (block * blockDim.y + threadIdx.y) * kRows;
   copy_ahead(first, 0);
@@ -217,7 +295,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
     for (int row = 0; row < kRows; ++row) rstd[row] = next_rstd[row];
   }
 
-  if (p.grad_weight_partials == nullptr) return;
+  if (p.partials == 0) return;
   // The rows of the block add up, one after the other, to the block's row of partial sums. They meet in the shared
   // memory of the stages: in global memory, a turn for each row of the block, 32 rows of 64 columns took 26 us.
   float* const partials = p.grad_weight_partials + block * hidden;
@@ -227,9 +305,17 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
     const int column = vector(i) * kSize;
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      if (column + j < hidden) (one_row ? partials : meeting + threadIdx.y * hidden)[column + j] = grad_weight[i][j];
+    if (column >= hidden) continue;
+    if (one_row) {
+      store_floats_as<float>(partials, column, kStaged, hidden - column, grad_weight[i]);
+    } else {
+      float* const target = meeting + threadIdx.y * hidden + column;
+      const Vec<float, kSize> values = from_floats<float>(grad_weight[i]);
+      if constexpr (kStaged) {
+        *reinterpret_cast<Vec<float, kSize>*>(target) = values;
+      } else {
+        store_elements(target, values, hidden - column);
+      }
     }
   }
   if (one_row) return;
@@ -276,66 +362,25 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   });
 }
 
-constexpr int kColumnThreads = 32;
-constexpr int kColumnRows = 32;  // a thousand threads: what the sum takes is the latency of its loads
-
-// Sum over threadIdx.y of one value a thread, in a fixed order; valid in threadIdx.y == 0.
-__device__ __forceinline__ float column_sum(float value) {
-  __shared__ float scratch[kColumnRows][kColumnThreads];
-  scratch[threadIdx.y][threadIdx.x] = value;
-  __syncthreads();
-  float sum = 0.f;
-  if (threadIdx.y == 0) {
-#pragma unroll
-    for (int y = 0; y < kColumnRows; ++y) sum += scratch[y][threadIdx.x];
-  }
-  return sum;
-}
-
-// Partial sums of grad_weight for the long rows: a block takes 32 columns and every gridDim.y-th group of rows.
+// For the long rows.
 template <typename T>
-__global__ void norm_weight_partials_kernel(const __grid_constant__ NormBackwardParams p) {
+__global__ void norm_weight_kernel(const __grid_constant__ NormBackwardParams p) {
   wait_for_previous_kernel();
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x;
-  float sum[1] = {};
-  if (column < p.rows.hidden) {
-    const int64_t step = static_cast<int64_t>(gridDim.y) * kColumnRows;
-    for (int64_t row = static_cast<int64_t>(blockIdx.y) * kColumnRows + threadIdx.y; row < p.rows.count();
-         row += step) {
-      const RowIndex index(row, p.rows);
-      const float grad_y = to_float(static_cast<const T*>(p.grad_y.data)[index.offset(p.grad_y) + column]);
-      const float g[1] = {grad_y};
-      float normed[1] = {__fmul_rn(to_float(static_cast<const T*>(p.x.data)[index.offset(p.x) + column]), p.rstd[row])};
-      add_weight_gradient<T>(p, g, normed, sum);
-    }
-  }
-  sum[0] = column_sum(sum[0]);
-  if (threadIdx.y == 0 && column < p.rows.hidden)
-    p.grad_weight_partials[static_cast<int64_t>(blockIdx.y) * p.rows.hidden + column] = sum[0];
+  sum_rows<T, kColumnThreads / kWarpSize>(p, blockIdx.x, blockIdx.y, gridDim.y);
 }
 
-// grad_weight[column] = Σ partials[:, column], rounded once.
+// grad_weight[column] = Σ partials[:, column].
 __global__ void sum_partials_kernel(const __grid_constant__ NormBackwardParams p) {
   wait_for_previous_kernel();
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x % kColumns;
   float sum = 0.f;
   if (column < p.rows.hidden) {
 #pragma unroll 8
-    for (int64_t i = threadIdx.y; i < p.partials; i += kColumnRows)
+    for (int64_t i = threadIdx.x / kColumns; i < p.partials; i += kColumnThreads / kColumns)
       sum += p.grad_weight_partials[i * p.rows.hidden + column];
   }
-  sum = column_sum(sum);
-  if (threadIdx.y == 0 && column < p.rows.hidden) {
-    const float value[1] = {sum};
-    switch (p.grad_weight.dtype) {
-      case Dtype::kFloat16:
-        return store_floats_as<__half, 1>(p.grad_weight.data, column, false, 1, value);
-      case Dtype::kBFloat16:
-        return store_floats_as<__nv_bfloat16, 1>(p.grad_weight.data, column, false, 1, value);
-      default:
-        return store_floats_as<float, 1>(p.grad_weight.data, column, false, 1, value);
-    }
-  }
+  sum = column_sum<kColumnThreads / kWarpSize>(sum);
+  if (threadIdx.x < kColumns && column < p.rows.hidden) store_weight_gradient(p, column, sum);
 }
 
 // False where the chip has no clusters, or too little shared memory for the stages.
@@ -355,8 +400,13 @@ bool launch_rows(const NormBackwardParams& p, const BackwardSpread& spread, cuda
   *error = allow_shared_memory(kernel, shared, &fits);
   if (*error != cudaSuccess) return true;
   if (!fits) return false;
-  const auto blocks = static_cast<unsigned>(norm_backward_partials(p.rows) * spread.segments);
-  *error = launch_kernel(kernel, {blocks, threads, shared, spread.segments}, stream, p);
+  const int64_t turns = ceil_div(p.rows.count(), config.rows_per_block * kRowsAtATime<T>);
+  const int64_t walkers = p.partials > 0 ? p.partials : std::min<int64_t>(turns, spread.walkers);
+  const bool sums_rows = p.partials == 0 && p.grad_weight.data != nullptr;
+  const int64_t column_clusters = sums_rows ? ceil_div(ceil_div(p.rows.hidden, kColumns), spread.segments) : 0;
+  const auto row_blocks = static_cast<unsigned>(walkers * spread.segments);
+  const auto blocks = static_cast<unsigned>((walkers + column_clusters) * spread.segments);
+  *error = launch_kernel(kernel, {blocks, threads, shared, spread.segments}, stream, p, row_blocks);
   return true;
 }
 
@@ -375,10 +425,8 @@ bool try_rows(const NormBackwardParams& p, const BackwardSpread& spread, cudaStr
 template <typename T>
 cudaError_t launch(NormBackwardParams p, cudaStream_t stream) {
   const int64_t rows = p.rows.count();
-  const bool wants_weight = p.grad_weight_partials != nullptr;
-  const dim3 column_threads(kColumnThreads, kColumnRows);
-  const auto column_blocks = static_cast<unsigned>(ceil_div(p.rows.hidden, kColumnThreads));
   const BackwardSpread spread = norm_backward_spread(p.rows.hidden);
+  const auto column_blocks = static_cast<unsigned>(ceil_div(p.rows.hidden, kColumns));
   cudaError_t error = cudaSuccess;
   bool fused = false;
   if (rows > 0 && spread.segments == 1) fused = try_rows<T, false>(p, spread, stream, &error);
@@ -388,14 +436,15 @@ cudaError_t launch(NormBackwardParams p, cudaStream_t stream) {
       error = launch_kernel(norm_backward_long_kernel<T>, {static_cast<unsigned>(rows), kMaxThreadsPerRow}, stream, p);
     }
     // Eight rows a thread and more, where there are as many.
-    p.partials = std::min(p.partials, std::max(ceil_div(rows, 8 * kColumnRows), int64_t{1}));
-    if (error == cudaSuccess && wants_weight) {
-      error = launch_kernel(norm_weight_partials_kernel<T>,
-                            {dim3(column_blocks, static_cast<unsigned>(p.partials)), column_threads}, stream, p);
+    constexpr int kWarps = kColumnThreads / kWarpSize;
+    if (p.partials > 0) p.partials = std::clamp(ceil_div(rows, 8 * kWarps), int64_t{1}, p.partials);
+    if (error == cudaSuccess && p.grad_weight.data != nullptr) {
+      const dim3 blocks(column_blocks, static_cast<unsigned>(std::max(p.partials, int64_t{1})));
+      error = launch_kernel(norm_weight_kernel<T>, {blocks, kColumnThreads}, stream, p);
     }
   }
-  if (error != cudaSuccess || !wants_weight) return error;
-  return launch_kernel(sum_partials_kernel, {column_blocks, column_threads}, stream, p);
+  if (error != cudaSuccess || p.partials == 0) return error;
+  return launch_kernel(sum_partials_kernel, {column_blocks, kColumnThreads}, stream, p);
 }
 
 }  // namespace

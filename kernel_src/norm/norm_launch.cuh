@@ -16,7 +16,10 @@ struct Spread {
 
 inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vectors) {
   const bool layer = statistic == Statistic::kLayer;
-  if (has.residual) return !layer && row_vectors <= 512 ? Spread{1, 1, 1} : Spread{row_vectors <= 1024 ? 2 : 4, 1, 1};
+  if (has.residual) {
+    const int64_t for_one = layer ? 0 : statistic == Statistic::kNone ? 256 : 512;
+    return {row_vectors <= for_one ? 1 : row_vectors <= 1024 ? 2 : 4, 1, 1};
+  }
   if (has.scale && !layer) return {row_vectors <= 512 ? 2 : 4, 2, 1};
   if (has.scale) return {row_vectors <= 256 ? 2 : 4, 1, 1};
   if (layer) {

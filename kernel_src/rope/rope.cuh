@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
       if (!group_exists || !row_exists(row) || !unit_exists(u)) continue;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        *reinterpret_cast<Vector*>(first + row * side.y.step + unit.column(part)) = from_floats<T, kSize>(y[part]);
+        store_vector(first + row * side.y.step + unit.column(part), from_floats<T, kSize>(y[part]));
       }
     }
   }
