@@ -297,7 +297,8 @@ REGISTERS = {
     "RoPE, all combinations": "::rope_fast_kernel<",
     "RoPE, general": "::rope_general_kernel<",
     "gated activations": "::glu_kernel<",
-    "pixel norm": "::pixel_norm_kernel<",
+    "pixel norm, planes in registers": "::pixel_norm_held_kernel<",
+    "pixel norm, other": "::pixel_norm_kernel<",
 }
 
 
