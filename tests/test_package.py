@@ -131,6 +131,14 @@ def test_every_kernel_waits_for_the_one_before():
     assert set(kernels.values()) == {"wait_for_previous_kernel();"}, kernels
 
 
+def test_every_kernel_bounds_its_threads():
+    """Without bounds ptxas gave a kernel of 1024 threads 68 registers on sm_75: more than there are, no launch."""
+    for source in (s for s in PROJECT.native_sources() if s.endswith((".cu", ".cuh"))):
+        text = re.sub(r"//.*", "", (ROOT / source).read_text(encoding="utf-8"))
+        for declaration in re.findall(r"__global__[^{;]*?\w+_kernel\(", text):
+            assert "__launch_bounds__" in declaration, f"{source}: {declaration}"
+
+
 def test_no_x86_only_header_without_a_guard():
     """CPU code is built for ARM and macOS too; intrinsics would need an #if around their header."""
     intrinsics = re.compile(r"(immintrin|[a-z]mmintrin|x86intrin|cpuid)\.h$")

@@ -14,7 +14,8 @@
 
 namespace ltx_kernels {
 
-// A block. gelu bf16 (erf) with 256 threads, 128: [2, 2688, 16384] 86.9, 84.7; [2, 8064, 8192] 129.3, 125.6.
+// Threads of a block. gelu bf16 (erf) with 256, 128: [2, 2688, 16384] 86.9, 84.7 us; [2, 8064, 8192] 129.3, 125.6
+// (benchmarks/results/h200/tuning/glu_units.txt).
 template <bool kGated>
 constexpr int kGluThreads = kGated ? 256 : 128;
 

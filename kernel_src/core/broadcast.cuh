@@ -23,6 +23,9 @@ __device__ __forceinline__ int64_t divide(int64_t value, int64_t divisor, int64_
 struct RowIndex {
   int64_t index[Rows::kDims];
 
+  // Of rows that fold into one dim.
+  __device__ __forceinline__ explicit RowIndex(int64_t row) : index{0, 0, row} {}
+
   __device__ __forceinline__ RowIndex(int64_t row, const Rows& rows) : index{0, 0, row} {
     // Uniform branches: rows that fold into one or two dims need no division, or one.
     if (rows.sizes[2] != rows.count()) {

@@ -107,7 +107,7 @@ __device__ __forceinline__ void to_floats(const Vec<T, kSize>& vector, float (&v
   }
 }
 
-// Where it is to be taken apart again: else the compiler keeps the floats of the first time, in twice the registers.
+// Keeps a vector that is converted twice packed in between: else the compiler holds the floats, in twice the registers.
 template <typename T>
 __device__ __forceinline__ void keep_packed(Vec<T, kVectorSize<T>>& vector) {
   uint32_t words[kVectorBytes / 4];

@@ -153,8 +153,8 @@ LTX_KERNELS_MULTIVERSION void forward_rows(const NormParams& p, int64_t begin, i
   }
 }
 
-// Every step-th row from `first` on; their part of grad_weight goes to `grad_weight`, fp32 [hidden], where it is
-// wanted.
+// Every step-th row from `first` on; their part of grad_weight is added to `grad_weight`, fp32 [hidden], where it
+// is wanted.
 LTX_KERNELS_MULTIVERSION void backward_rows(const NormBackwardParams& p, int64_t first, int64_t step,
                                             float* grad_weight) {
   const int64_t hidden = p.rows.hidden;
@@ -163,7 +163,6 @@ LTX_KERNELS_MULTIVERSION void backward_rows(const NormBackwardParams& p, int64_t
   float* const normed = grad_y + hidden;
   float* const g = normed + hidden;
   RowReader weight_rows(p.weight, hidden);
-  if (grad_weight != nullptr) std::fill(grad_weight, grad_weight + hidden, 0.f);
   for (int64_t number = first; number < p.rows.count(); number += step) {
     const RowOffsets row(number, p.rows);
     const float rstd = p.rstd[number];
@@ -201,7 +200,7 @@ void norm_backward_cpu(const NormBackwardParams& p) {
       backward_rows(p, i, parts, wants_weight ? partials.data() + i * p.rows.hidden : nullptr);
   });
   if (!wants_weight) return;
-  // In fp64: one column's sum runs over hundreds of parts.
+  // In fp64: one column's sum runs over up to kParts parts.
   std::vector<double> sum(p.rows.hidden, 0.);
   for (int64_t i = 0; i < parts; ++i) {
     const float* const part = partials.data() + i * p.rows.hidden;

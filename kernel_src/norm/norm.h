@@ -33,11 +33,11 @@ struct NormBackwardParams {
   Rows rows;
   Operand grad_y, x;                      // [*rows, hidden]
   Operand weight;                         // [hidden]
-  Operand grad_x;                         // [*rows, hidden], no data: not wanted
+  Operand grad_x;                         // [*rows, hidden]
   const float* rstd = nullptr;            // [rows]
   float* grad_weight_partials = nullptr;  // [partials, hidden] fp32
-  int64_t partials = 0;
-  Operand grad_weight;  // [hidden], no data: not wanted
+  int64_t partials = 0;                   // 0: grad_weight is summed without them
+  Operand grad_weight;                    // [hidden], no data: not wanted
   float weight_offset = 0.f;
   bool cast_before_weight = false;  // the weight saw norm(x) rounded to x's dtype
 };
@@ -46,12 +46,12 @@ struct NormBackwardParams {
 constexpr int64_t kFusedColumns = 8192;
 
 // How the fused backward is spread: tuning as data, measured on an H200
-// (benchmarks/results/h200/tuning/norm_backward.txt).
+// (benchmarks/results/h200/tuning/norm_backward.txt, norm_backward_few_rows.txt).
 struct BackwardSpread {
   int segments;       // blocks a row, a cluster where there are several; 0: it is too long
   int walkers;        // blocks, or clusters, that walk over the rows: as many as the 132 SMs of an H100 hold at a time
   int block_threads;  // at least
-  int few_rows;       // up to so many, grad_weight is summed from grad_y and x by blocks of its own
+  int few_rows;       // up to so many, other blocks sum grad_weight, from grad_y and x
 };
 
 inline BackwardSpread norm_backward_spread(int64_t hidden) {
@@ -62,11 +62,11 @@ inline BackwardSpread norm_backward_spread(int64_t hidden) {
   // and 488 with 31, which do not fit at a time. How many do differs from chip to chip.
   if (hidden <= 4 * kFusedColumns) return {4, 28, 512, 0};
   if (hidden <= 8 * kFusedColumns) return {8, 14, 512, 0};
-  return {0, 32, 0, INT32_MAX};
+  return {0, 0, 0, INT32_MAX};
 }
 
 // Rows of the fp32 scratch that the weight gradient is summed from, one for each walker that finds four rows; none
-// where the rows are few. A function of the shape alone, so that bits agree across GPUs.
+// where the rows are few. A function of the shape alone, so that bits agree across GPUs that run the same kernel.
 inline int64_t norm_backward_partials(const Rows& rows) {
   const BackwardSpread spread = norm_backward_spread(rows.hidden);
   if (rows.count() <= spread.few_rows) return 0;

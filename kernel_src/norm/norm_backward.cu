@@ -2,9 +2,9 @@
 //   grad_x = rstd·(g - x̂·mean(g·x̂))        grad_weight = Σ over rows of grad_y·x̂
 // One pass over x and grad_y gives both: a fixed number of blocks walk over the rows, the next rows on their way to
 // shared memory while the present ones are computed, and keep their part of grad_weight in registers. The parts are
-// then summed in a fixed order: no atomics. Measured on an H200 at [65536, 2048] bf16: 207 us, 95 % of a copy's rate;
-// an earlier build took 211, and 269 without the copies ahead. The blocks of a cluster share rows that are too long for
-// one (sm_90).
+// then summed in a fixed order: no atomics. Of few rows other blocks sum grad_weight, from grad_y and x. Measured on an
+// H200 at [65536, 2048] bf16: 207 us, 95 % of a copy's rate; an earlier build took 211, and 269 without the copies
+// ahead. The blocks of a cluster share rows that are too long for one (sm_90).
 #include <algorithm>
 #include <type_traits>
 
@@ -115,9 +115,9 @@ __device__ __forceinline__ void sum_rows(const NormBackwardParams& p, int64_t bl
       for (int i = 0; i < kRows; ++i) {
         const bool exists = first + i * step < rows;
         const int64_t row = exists ? first + i * step : first;
+        const RowIndex index = flat ? RowIndex(row) : RowIndex(row, p.rows);
         const auto value = [&](const Operand& operand) {
-          const int64_t at = flat ? row * operand.strides[2] : RowIndex(row, p.rows).offset(operand);
-          return to_float(static_cast<const T*>(operand.data)[at + column]);
+          return to_float(static_cast<const T*>(operand.data)[index.offset(operand) + column]);
         };
         const float of_grad_y = value(p.grad_y), of_x = __fmul_rn(value(p.x), p.rstd[row]);
         grad_y[i] = exists ? of_grad_y : 0.f;
@@ -362,15 +362,15 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   });
 }
 
-// For the long rows.
+// grad_weight, or its partial sums, where norm_backward_kernel does not run.
 template <typename T>
-__global__ void norm_weight_kernel(const __grid_constant__ NormBackwardParams p) {
+__global__ void __launch_bounds__(kColumnThreads) norm_weight_kernel(const __grid_constant__ NormBackwardParams p) {
   wait_for_previous_kernel();
   sum_rows<T, kColumnThreads / kWarpSize>(p, blockIdx.x, blockIdx.y, gridDim.y);
 }
 
 // grad_weight[column] = Σ partials[:, column].
-__global__ void sum_partials_kernel(const __grid_constant__ NormBackwardParams p) {
+__global__ void __launch_bounds__(kColumnThreads) sum_partials_kernel(const __grid_constant__ NormBackwardParams p) {
   wait_for_previous_kernel();
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x % kColumns;
   float sum = 0.f;
@@ -382,6 +382,8 @@ __global__ void sum_partials_kernel(const __grid_constant__ NormBackwardParams p
   sum = column_sum<kColumnThreads / kWarpSize>(sum);
   if (threadIdx.x < kColumns && column < p.rows.hidden) store_weight_gradient(p, column, sum);
 }
+
+int64_t column_blocks(const NormBackwardParams& p) { return ceil_div(p.rows.hidden, kColumns); }
 
 // False where the chip has no clusters, or too little shared memory for the stages.
 template <typename T, typename M, bool kStaged, bool kSegmented>
@@ -403,7 +405,7 @@ bool launch_rows(const NormBackwardParams& p, const BackwardSpread& spread, cuda
   const int64_t turns = ceil_div(p.rows.count(), config.rows_per_block * kRowsAtATime<T>);
   const int64_t walkers = p.partials > 0 ? p.partials : std::min<int64_t>(turns, spread.walkers);
   const bool sums_rows = p.partials == 0 && p.grad_weight.data != nullptr;
-  const int64_t column_clusters = sums_rows ? ceil_div(ceil_div(p.rows.hidden, kColumns), spread.segments) : 0;
+  const int64_t column_clusters = sums_rows ? ceil_div(column_blocks(p), spread.segments) : 0;
   const auto row_blocks = static_cast<unsigned>(walkers * spread.segments);
   const auto blocks = static_cast<unsigned>((walkers + column_clusters) * spread.segments);
   *error = launch_kernel(kernel, {blocks, threads, shared, spread.segments}, stream, p, row_blocks);
@@ -426,7 +428,7 @@ template <typename T>
 cudaError_t launch(NormBackwardParams p, cudaStream_t stream) {
   const int64_t rows = p.rows.count();
   const BackwardSpread spread = norm_backward_spread(p.rows.hidden);
-  const auto column_blocks = static_cast<unsigned>(ceil_div(p.rows.hidden, kColumns));
+  const auto columns = static_cast<unsigned>(column_blocks(p));
   cudaError_t error = cudaSuccess;
   bool fused = false;
   if (rows > 0 && spread.segments == 1) fused = try_rows<T, false>(p, spread, stream, &error);
@@ -439,12 +441,12 @@ cudaError_t launch(NormBackwardParams p, cudaStream_t stream) {
     constexpr int kWarps = kColumnThreads / kWarpSize;
     if (p.partials > 0) p.partials = std::clamp(ceil_div(rows, 8 * kWarps), int64_t{1}, p.partials);
     if (error == cudaSuccess && p.grad_weight.data != nullptr) {
-      const dim3 blocks(column_blocks, static_cast<unsigned>(std::max(p.partials, int64_t{1})));
+      const dim3 blocks(columns, static_cast<unsigned>(std::max(p.partials, int64_t{1})));
       error = launch_kernel(norm_weight_kernel<T>, {blocks, kColumnThreads}, stream, p);
     }
   }
   if (error != cudaSuccess || p.partials == 0) return error;
-  return launch_kernel(sum_partials_kernel, {column_blocks, kColumnThreads}, stream, p);
+  return launch_kernel(sum_partials_kernel, {columns, kColumnThreads}, stream, p);
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ struct Spread {
 inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vectors) {
   const bool layer = statistic == Statistic::kLayer;
   if (has.residual) {
+    // gated_residual, [2, 2688, 4096] bf16: 38.5 us with two, 39.1 with one; [2, 8064, 2048] 53.0 and 52.0.
     const int64_t for_one = layer ? 0 : statistic == Statistic::kNone ? 256 : 512;
     return {row_vectors <= for_one ? 1 : row_vectors <= 1024 ? 2 : 4, 1, 1};
   }

@@ -5,8 +5,8 @@
 //   pixel_norm_kernel       any other: in shared memory, or, where they do not fit, read twice
 // Both spread a pixel over the same threads and sum in the same order: which one runs cannot be seen in the bits.
 #include <algorithm>
+#include <type_traits>
 
-#include "../core/broadcast.cuh"
 #include "../core/dispatch.cuh"
 #include "../core/kernel.cuh"
 #include "../core/launch.cuh"
@@ -20,8 +20,10 @@ namespace ltx_kernels {
 namespace {
 
 // How the channels of a tile are spread over a block: tuning as data, measured on an H200
-// (benchmarks/results/h200/tuning/pixel_norm_held.txt). The channels and the dtype alone decide, so that a pixel's sum
+// (benchmarks/results/h200/tuning/pixel_norm_held.txt). The channels alone decide, so that a pixel's sum
 // has the same order in any image and batch.
+constexpr int kMaxThreads = 512;  // a block
+
 struct Spread {
   int vectors;  // the width of a tile, in vectors of pixels; a power of two
   int threads;  // a block
@@ -180,7 +182,8 @@ __global__ void __launch_bounds__(kThreads, 8192 / (kThreads * kHeld))
       if (all || channel(i) < channels) add_squares(values, sum);
     }
   };
-  channels == tile.groups* kHeld ? add_all(std::true_type{}) : add_all(std::false_type{});
+  const bool all_exist = tile.groups * kHeld == channels;
+  all_exist ? add_all(std::true_type{}) : add_all(std::false_type{});
   take_rstd(p, tile, place.pixel, sums, sum);
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -195,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 8192 / (kThreads * kHeld))
 
 // kStaged: the tile fits in shared memory; else x is read twice, the second time from the L2.
 template <typename T, bool kStaged>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(kMaxThreads)
     pixel_norm_kernel(const __grid_constant__ PixelNormParams p, const __grid_constant__ Tile tile) {
   wait_for_previous_kernel();
   constexpr int kSize = kVectorSize<T>;

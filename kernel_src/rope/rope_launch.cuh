@@ -22,7 +22,8 @@ RopeShape rope_shape(const RopeParams& p) {
 
 // Rows a thread, tuning as data, measured on an H200: of heads that share the tables, [8, 2048, 40, 128] half takes 92
 // us with two, 94 with four; [2, 2688, 64, 64] interleaved with a norm 26.8 and 23.9, without one 12.4 and 12.6.
-// Batches: [2, 2688, 2, 2048] takes 37.8 us with one unit a thread, 33.3 with two.
+// Tables of a grid cost more: four share them. Batches: [2, 2688, 2, 2048] takes 37.8 us with one unit a thread, 33.3
+// with two.
 constexpr int head_rows(bool interleaved, Statistic statistic, bool grid) {
   return interleaved && (statistic != Statistic::kNone || grid) ? 4 : 2;
 }
