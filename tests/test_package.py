@@ -135,7 +135,9 @@ def test_every_kernel_bounds_its_threads():
     """Without bounds ptxas gave a kernel of 1024 threads 68 registers on sm_75: more than there are, no launch."""
     for source in (s for s in PROJECT.native_sources() if s.endswith((".cu", ".cuh"))):
         text = re.sub(r"//.*", "", (ROOT / source).read_text(encoding="utf-8"))
-        for declaration in re.findall(r"__global__[^{;]*?\w+_kernel\(", text):
+        declarations = re.findall(r"__global__[^{;]*?\w+_kernel\(", text)
+        assert len(declarations) == text.count("__global__"), source
+        for declaration in declarations:
             assert "__launch_bounds__" in declaration, f"{source}: {declaration}"
 
 

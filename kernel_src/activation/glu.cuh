@@ -28,7 +28,7 @@ constexpr int kGluUnits = sizeof(T) * kSize < kVectorBytes ? 4
                                                            : 2;
 
 // The grid: slices of the outer two dims, slice_blocks blocks each. A row is row_units accesses of kSize elements;
-// a block's threads accesses further is step_rows rows and step_units accesses.
+// a thread's next access, as many further as a block has threads, is step_rows rows and step_units accesses away.
 struct GluGrid {
   int64_t slice_blocks;
   WideDivisor row_units;

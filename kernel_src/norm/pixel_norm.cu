@@ -148,7 +148,8 @@ __device__ __forceinline__ void finish(const float (&rstd)[kSize], bool modulate
   for (int j = 0; j < kSize; ++j) values[j] = silu<std::is_same_v<T, float>>(values[j]);
 }
 
-// kModulated: there is a scale or a shift. Channels and pixels that do not exist are others, computed again and not
+// As many blocks an SM as leave 64 registers to a thread with 8 vectors, 128 to one with 16. kModulated: there is a
+// scale or a shift. Channels and pixels that do not exist are others, computed again and not
 // stored (see norm_fast_kernel).
 template <typename T, int kThreads, int kHeld, bool kModulated>
 __global__ void __launch_bounds__(kThreads, 8192 / (kThreads * kHeld))
