@@ -19,11 +19,11 @@
 namespace ltx_kernels {
 namespace {
 
-// How the channels of a tile are spread over a block: tuning as data, measured on an H200
-// (benchmarks/results/h200/tuning/pixel_norm_held.txt). The channels alone decide, so that a pixel's sum
-// has the same order in any image and batch.
 constexpr int kMaxThreads = 512;  // a block
 
+// How the channels of a tile are spread over a block: tuning as data, measured on an H200
+// (benchmarks/results/h200/tuning/pixel_norm_held.txt). The channels alone decide, so that a pixel's sum has the same
+// order in any image and batch.
 struct Spread {
   int vectors;  // the width of a tile, in vectors of pixels; a power of two
   int threads;  // a block
