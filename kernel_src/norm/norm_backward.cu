@@ -392,7 +392,10 @@ bool launch_rows(const NormBackwardParams& p, const BackwardSpread& spread, cuda
   if (kSegmented && !is_sm_90_code(reinterpret_cast<const void*>(kernel))) return false;
   constexpr int kVecs = kElements / kVectorSize<T>;
   const int64_t row_vectors = ceil_div(p.rows.hidden, kVectorSize<T>);
-  RowLaunch config = row_launch(ceil_div(row_vectors, spread.segments), kVecs, spread.block_threads);
+  // Eight threads a row and more, where it has as many vectors: a warp then reads whole lines of 128 bytes.
+  // [1048576, 64] bf16: 113.9 us, 116.5 with four.
+  const auto vectors = static_cast<int>(std::clamp<int64_t>(row_vectors / 8, 1, kVecs));
+  RowLaunch config = row_launch(ceil_div(row_vectors, spread.segments), vectors, spread.block_threads);
   if (kSegmented) config.rows_per_block = 1;
   const dim3 threads(config.threads_per_row, config.rows_per_block);
   // Where nothing is staged, what the rows of a block add up in.

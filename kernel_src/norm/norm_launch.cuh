@@ -2,6 +2,8 @@
 // is a source of its own, so that they compile in parallel.
 #pragma once
 
+#include <algorithm>
+
 #include "norm.cuh"
 
 namespace ltx_kernels {
@@ -9,16 +11,21 @@ namespace ltx_kernels {
 // How a row is spread: tuning as data, measured on an H200 (benchmarks/results/h200/tuning/norm_waiting_operands.txt).
 // More vectors a thread need fewer threads a row, and so fewer barriers and addresses, but leave fewer rows in flight.
 struct Spread {
-  int vectors;   // a thread
-  int rows;      // a thread, at a time, where nothing but x and residual differs between them
-  int segments;  // blocks a row, a cluster on sm_90
+  int vectors;     // a thread
+  int rows;        // a thread, at a time, where nothing but x and residual differs between them
+  int segments;    // blocks a row, a cluster on sm_90
+  int pieces = 1;  // blocks a row where nothing is summed
 };
+
+constexpr int kBlockThreads = 128;  // at least
 
 inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vectors) {
   const bool layer = statistic == Statistic::kLayer;
+  if (statistic == Statistic::kNone)
+    return {1, 1, 1, row_vectors <= 256 ? 1 : static_cast<int>(row_vectors / kBlockThreads)};
   if (has.residual) {
-    // gated_residual, [2, 2688, 4096] bf16: 38.5 us with two, 39.1 with one; [2, 8064, 2048] 53.0 and 52.0.
-    const int64_t for_one = layer ? 0 : statistic == Statistic::kNone ? 256 : 512;
+    // [5376, 4096] bf16: add_rms_norm takes 49.2 us with two, 50.2 with one; residual_ada_norm 50.8 and 49.8.
+    const int64_t for_one = layer ? 0 : has.scale ? 512 : 256;
     return {row_vectors <= for_one ? 1 : row_vectors <= 1024 ? 2 : 4, 1, 1};
   }
   if (has.scale && !layer) return {row_vectors <= 512 ? 2 : 4, 2, 1};
@@ -29,7 +36,7 @@ inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vec
   }
   if (row_vectors > 2048)
     return {8, 1, row_vectors <= 4096 ? 4 : kMaxSegments};  // [2048, 32768] bf16: 68.8 us, 76.5 in one
-  return {row_vectors <= 512 ? 2 : row_vectors < 1024 ? 4 : 8, 1, 1};
+  return {row_vectors <= 512 ? 2 : row_vectors <= 1024 ? 4 : 8, 1, 1};
 }
 
 inline unsigned parts_of(const Has& has, bool* known) {
@@ -54,7 +61,7 @@ bool launch_fast(const NormParams& p, const Plan& plan, cudaStream_t stream, cud
   const dim3 threads(plan.config.threads_per_row, plan.config.rows_per_block);
   const int64_t chunks = ceil_div(p.rows.sizes[2], static_cast<int64_t>(plan.config.rows_per_block) * kRows);
   const LaunchConfig config = {
-      .blocks = static_cast<unsigned>(chunks * p.rows.sizes[1] * plan.spread.segments),
+      .blocks = static_cast<unsigned>(chunks * p.rows.sizes[1] * plan.spread.segments * plan.spread.pieces),
       .threads = threads,
       .shared_bytes = static_cast<int64_t>(waiting_bytes<T, M>(has_of(kParts), kVecs)) * threads.x * threads.y,
       .cluster = plan.spread.segments};
@@ -62,7 +69,7 @@ bool launch_fast(const NormParams& p, const Plan& plan, cudaStream_t stream, cud
   *error = allow_shared_memory(kernel, config.shared_bytes, &fits);
   if (*error != cudaSuccess) return true;
   if (!fits) return false;
-  *error = launch_kernel(kernel, config, stream, p, Divisor(chunks));
+  *error = launch_kernel(kernel, config, stream, p, NormGrid{Divisor(chunks), Divisor(plan.spread.pieces)});
   return true;
 }
 
@@ -142,7 +149,10 @@ cudaError_t launch(const NormParams& p, bool mixed, cudaStream_t stream) {
   const int64_t row_vectors = ceil_div(p.rows.hidden, kVectorSize<T>);
   Plan plan;
   plan.spread = choose_spread(has, kStatistic, row_vectors);
-  plan.config = row_launch(ceil_div(row_vectors, plan.spread.segments), plan.spread.vectors, /*block_threads=*/128);
+  const auto config_of = [&](int blocks) {
+    return row_launch(ceil_div(row_vectors, blocks), plan.spread.vectors, kBlockThreads);
+  };
+  plan.config = config_of(plan.spread.segments * plan.spread.pieces);
   if (plan.spread.segments > 1) plan.config.rows_per_block = 1;  // a cluster has one row
 
   bool known = false;
@@ -159,8 +169,10 @@ cudaError_t launch(const NormParams& p, bool mixed, cudaStream_t stream) {
     fp32 = fp32 && operand->dtype == Dtype::kFloat32;
     if (operand->strides[2] != 0) plan.spread.rows = 1;
   }
-  const int64_t held = static_cast<int64_t>(plan.config.threads_per_row) * plan.spread.vectors * plan.spread.segments;
-  const bool numbered = p.rows.count() <= INT32_MAX / kMaxSegments;  // 31 bits count rows and blocks
+  const int64_t held = static_cast<int64_t>(plan.config.threads_per_row) * plan.spread.vectors * plan.spread.segments *
+                       plan.spread.pieces;
+  // 31 bits count rows and blocks.
+  const bool numbered = p.rows.count() <= INT32_MAX / std::max(kMaxSegments, plan.spread.pieces);
   if (known && aligned && held >= row_vectors && p.rows.sizes[0] == 1 && numbered) {
     cudaError_t error = cudaSuccess;
     if (same_dtype && launch_known<T, T, kStatistic>(p, parts, plan, stream, &error)) return error;
@@ -168,6 +180,7 @@ cudaError_t launch(const NormParams& p, bool mixed, cudaStream_t stream) {
       if (fp32 && launch_known<T, float, kStatistic>(p, parts, plan, stream, &error)) return error;
     }
   }
+  if (plan.spread.pieces > 1) plan.config = config_of(1);
   return launch_general<T, kStatistic>(p, plan, stream);
 }
 

@@ -176,7 +176,7 @@ __device__ __forceinline__ void take_moments(float width, float inverse_width, f
 
 // What the fast kernel reads, as strides that are ready to be added up: to work out an address costs a thread as much
 // as a handful of elements. The rows that share a part of the tables are [outer, inner]: [batches, heads] where a row
-// is a head, [1, batches] where a row is all heads of a token. A thread takes the rows inner, inner + inner_places, ..
+// is a head, [1, batches] where a row is all heads of a token. A thread takes the rows inner, inner + apart, ..
 struct RopeFastOperand {  // [batches, tokens, heads, head_size]
   void* data = nullptr;
   int64_t batch = 0, token = 0, inner = 0;  // strides
@@ -202,6 +202,7 @@ struct RopeFastSide {
   float inverse_width = 0.f, width = 0.f;
   Divisor places;        // of the rows that share
   Divisor inner_places;  // of these
+  int apart = 0;         // rows of a thread, a power of two
 };
 
 struct RopeFast {
@@ -257,9 +258,10 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
   // What does not exist is another row or unit, computed again and not stored (see norm_fast_kernel).
   const bool group_exists = group < p.groups && token < side.tokens;
   token = min(token, side.tokens - 1);
-  const auto row_exists = [&](int row) {
-    return row == 0 || inner + row * static_cast<int>(side.inner_places.value) < side.inner_rows;
-  };
+  // The rows of a block follow each other, whatever a thread has of them: rope, [2, 2688, 32, 128] bf16 takes 28.1 us,
+  // 29.0 with a thread's rows half the heads apart.
+  inner += (inner & -side.apart) * (kRows - 1);
+  const auto row_exists = [&](int row) { return row == 0 || inner + row * side.apart < side.inner_rows; };
   const auto unit_exists = [&](int u) { return static_cast<int>(threadIdx.x + u * blockDim.x) < side.units; };
   const auto unit_at = [&](int u) {
     return Unit(min(static_cast<int>(threadIdx.x + u * blockDim.x), side.units - 1), p.shape);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <type_traits>
 
 #include "rope.cuh"
@@ -102,13 +103,13 @@ inline bool is_regular(const RopeParams& p) {
   return regular;
 }
 
-inline RopeFastOperand fast_operand(const Operand& operand, const RopePlan& plan, int64_t inner_places) {
+inline RopeFastOperand fast_operand(const Operand& operand, const RopePlan& plan, int apart) {
   RopeFastOperand fast;
   fast.data = operand.data;
   fast.batch = operand.strides[0];
   fast.token = operand.strides[1];
   fast.inner = plan.row_is_token ? operand.strides[0] : operand.strides[2];
-  fast.step = fast.inner * inner_places;
+  fast.step = fast.inner * apart;
   fast.head = plan.row_is_token ? static_cast<int>(operand.strides[2]) : 0;
   return fast;
 }
@@ -135,8 +136,9 @@ inline RopeFast rope_fast(const RopeParams& p, const RopePlan& plan, int64_t* bl
     to.inner_places = Divisor(inner_places);
     const int64_t places = inner_places * (plan.row_is_token ? 1 : batches);
     to.places = Divisor(places);
-    to.x = fast_operand(side.x, plan, inner_places);
-    to.y = fast_operand(side.y, plan, inner_places);
+    to.apart = static_cast<int>(std::gcd<int64_t>(plan.config.rows_per_block, inner_places));
+    to.x = fast_operand(side.x, plan, to.apart);
+    to.y = fast_operand(side.y, plan, to.apart);
     to.weight = side.weight.data;
     to.bias = side.bias.data;
     to.affine_head = p.across_heads ? static_cast<int>(p.head_size) : 0;
