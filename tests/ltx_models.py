@@ -64,7 +64,8 @@ def blocks(model) -> int:
 def fused(k, model, inputs) -> bool:
     """Do all blocks run fused?"""
     calls = count(model, **inputs)
-    return calls["ada_norm"] >= blocks(model) and calls["residual_ada_norm"] >= blocks(model)
+    norms = calls["ada_norm"] + calls["residual_ada_norm"]
+    return norms >= 2 * blocks(model) and calls["residual_ada_norm"] >= blocks(model)
 
 
 def lora(model):

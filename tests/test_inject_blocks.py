@@ -56,6 +56,25 @@ def test_gelu_epilogue_is_the_tanh_formula(blocks, dtype):
     assert torch.equal(compiled, y)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("first", ["norm", "value", "add"])
+def test_a_stream_taken_over_leaves_the_one_before_what_it_was(blocks, device, first):
+    x, branch, other = torch.randn(3, 2, 5, 16, device=device).unbind()
+    gate = (torch.randn(2, 1, 16, device=device), None)
+    before = blocks.ResidualStream(x)
+    before.add(branch, gate)
+    after = blocks.ResidualStream(before)
+    if first == "norm":
+        after.norm(nn.RMSNorm(16, eps=1e-6, device=device))
+    elif first == "value":
+        after.value()
+    after.add(other)
+    total = x + gate[0] * branch
+    torch.testing.assert_close(before.value(), total)
+    torch.testing.assert_close(after.value(), total + other)
+    assert (before.shape, before.dtype) == (x.shape, x.dtype)
+
+
 def doubled(module, args, output):
     return 2 * output
 

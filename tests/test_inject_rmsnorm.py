@@ -525,7 +525,7 @@ def test_a_pipeline_is_all_its_models(k):
             self.components = {"transformer": tiny_models.ltx_video(), "vae": None, "scheduler": object()}
 
     report = k.inject_optimized_kernels(Pipeline())
-    assert report.injected and all(e.name.startswith("transformer.") for e in report.injected)
+    assert report.injected and {e.name.split(".")[0] for e in report.injected} == {"transformer"}
 
 
 def test_something_without_modules_is_a_type_error(k):

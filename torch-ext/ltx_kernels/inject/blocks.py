@@ -1,7 +1,7 @@
 """Parts that the fused blocks of all families are made of."""
 
 from collections.abc import Iterable
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch.nn.modules import module as every_module
 
 from .. import functional
 from .._ops import add_op_namespace_prefix
+from .deferred import Deferred
 from .norms import supported
 from .patching import PART, is_plain
 from .rewriting import is_of
@@ -54,18 +55,28 @@ def _norm_arguments(norm: nn.Module) -> dict:
     return {"weight": weight, "bias": getattr(norm, "bias", None), "eps": norm.eps}
 
 
-class ResidualStream:
+class ResidualStream(Deferred):
     """The residual stream x [B, S, D] of a block, with the last branch not yet added.
 
     `add` takes a branch, and whatever comes next adds it: a `norm` in the same pass, else `value`. So a recipe reads as
-    the block does, and the fusion is here, once.
+    the block does, and the fusion is here, once. Made of the stream that the block before returns, it takes over the
+    branch that this one has left.
     """
 
-    def __init__(self, x: Tensor, statistic: str = "rms"):
-        self._x = x
-        self._statistic = statistic
+    def __init__(self, x: Union[Tensor, "ResidualStream"], statistic: str = "rms"):
         self._branch: Optional[Tensor] = None
         self._gate: Optional[Modulation] = None
+        self._taken_over: Optional[ResidualStream] = None
+        if isinstance(x, ResidualStream):
+            self._taken_over, self._branch, self._gate, x = x, x._branch, x._gate, x._x
+        self._x = x
+        self._statistic = statistic
+        self.shape, self.dtype = x.shape, x.dtype
+
+    @property
+    def residual(self) -> Tensor:
+        """What the last branch is to be added to."""
+        return self._x
 
     def add(self, branch: Tensor, gate: Optional[Modulation] = None) -> None:
         """x + gate * branch"""
@@ -75,9 +86,14 @@ class ResidualStream:
     def value(self) -> Tensor:
         if self._branch is not None:
             gate, table = self._gate or (None, None)
-            self._x = functional.gated_residual(self._x, self._branch, gate, gate_table=table)
-            self._branch = self._gate = None
+            self._settle(functional.gated_residual(self._x, self._branch, gate, gate_table=table))
         return self._x
+
+    def _settle(self, total: Tensor) -> None:
+        self._x, self._branch, self._gate = total, None, None
+        if self._taken_over is not None:
+            self._taken_over._settle(total)
+            self._taken_over = None
 
     def norm(self, norm: nn.Module, scale: Optional[Modulation] = None, shift: Optional[Modulation] = None) -> Tensor:
         """norm(x) * (1 + scale) + shift, with the norm's own weight, bias and epsilon."""
@@ -92,10 +108,10 @@ class ResidualStream:
         if self._branch is None:
             return functional.ada_norm(self._x, scale, shift, **arguments)
         gate, gate_table = self._gate or (None, None)
-        y, self._x = functional.residual_ada_norm(
+        y, total = functional.residual_ada_norm(
             self._x, self._branch, gate, scale, shift, gate_table=gate_table, **arguments
         )
-        self._branch = self._gate = None
+        self._settle(total)
         return y
 
 

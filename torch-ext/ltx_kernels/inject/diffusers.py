@@ -119,6 +119,12 @@ _BLOCK = Recipe("transformer_block", _large(streams.plan("transformer_block", _i
 _ATTENTION = Recipe("attention", heads.attention, *packing(heads.projections, min_width=2304))
 _GATED_MLP = Recipe("gated_mlp", _large(decoders.gated_mlp))
 
+
+def _is_ltx_block(cls: type) -> bool:
+    recipe = recipe_for(cls)
+    return recipe is not None and recipe.kind == "ltx_video.block"
+
+
 #: recipe -> module that defines a class: names of classes
 _FAMILIES: dict[Recipe, dict[str, tuple[str, ...]]] = {
     _ADA_NORM: {
@@ -170,6 +176,10 @@ _FAMILIES: dict[Recipe, dict[str, tuple[str, ...]]] = {
         f"{_MODELS}activations": ("GEGLU", "SwiGLU"),
         f"{_MODELS}attention": ("LuminaFeedForward",),
         f"{_TRANSFORMERS}flux2": ("Flux2SwiGLU",),
+    },
+    # Its blocks hand the residual stream on, and what follows them is an AdaLN.
+    Recipe("ltx_video.transformer", streams.plan("ltx_video.transformer", _is_ltx_block)): {
+        f"{_TRANSFORMERS}ltx": ("LTXVideoTransformer3DModel",),
     },
     Recipe("gated_mlp", _large(lambda module: _z_image_mlp)): {f"{_TRANSFORMERS}z_image": ("FeedForward",)},
 }

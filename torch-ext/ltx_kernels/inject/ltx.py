@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from .blocks import ResidualStream, call_plain, modulations, packing, project, runs_stock
+from .deferred import INNER, value
 from .norms import FLOATS
 from .patching import Recipe, is_plain, own_forward
 
@@ -128,8 +129,12 @@ def _attend(
     """Norm and rotate, attend: projections [B, S, H * d] to [B, S, H * d]."""
     heads = attn.heads
     if mask is not None:
-        mask = attn.prepare_attention_mask(mask, key.shape[1], key.shape[0])
-        mask = mask.view(key.shape[0], heads, -1, mask.shape[-1])
+        batch, tokens = key.shape[:2]
+        if mask.shape == (batch, 1, tokens):  # what prepare_attention_mask gives, but without a copy for each head
+            mask = mask.unsqueeze(1).expand(-1, heads, -1, -1)
+        else:
+            mask = attn.prepare_attention_mask(mask, tokens, batch)
+            mask = mask.view(batch, heads, -1, mask.shape[-1])
     query, key, value = (t.unflatten(2, (heads, -1)) for t in (query, key, value))  # [B, S, H, d]
     cos, sin = query_rope or (None, None)
     k_cos, k_sin = key_rope or (None, None)
@@ -206,23 +211,28 @@ def _ltx_video_attention(
 
 
 def _ltx_video_block(names: _Names) -> Callable:
-    @own_forward("ltx_video.block")
-    def forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, encoder_attention_mask=None):
+    def inner(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, encoder_attention_mask=None):
+        """Takes the stream of the block before, where that is one of these too, and returns its own."""
         table = self.scale_shift_table
-        if runs_stock(hidden_states, temb, table, encoder_hidden_states) or not all(
+        x = ResidualStream(hidden_states)
+        if runs_stock(x.residual, temb, table, encoder_hidden_states) or not all(
             is_plain(norm, names.norm) and norm.bias is None for norm in (self.norm1, self.norm2)
         ):
             return type(self).forward(
-                self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask
+                self, x.value(), encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask
             )
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulations(table, temb)
-        x = ResidualStream(hidden_states)
         normed = x.norm(self.norm1, scale_msa, shift_msa)
         x.add(_ltx_video_attention(names, self.attn1, normed, None, None, image_rotary_emb), gate_msa)
         x.add(_ltx_video_attention(names, self.attn2, x.value(), encoder_hidden_states, encoder_attention_mask, None))
         x.add(self.ff(x.norm(self.norm2, scale_mlp, shift_mlp)), gate_mlp)
-        return x.value()
+        return x
 
+    @own_forward("ltx_video.block")
+    def forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, encoder_attention_mask=None):
+        return value(inner(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask))
+
+    setattr(forward, INNER, (names.source.LTXVideoTransformerBlock.forward, inner))
     return forward
 
 

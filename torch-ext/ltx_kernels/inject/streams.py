@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .blocks import call_forward, linear_gelu_tanh
+from .blocks import ResidualStream, call_forward, linear_gelu_tanh
 from .deferred import INNER, Defer, Deferred, deferred_forward, deferred_tree, taken, value
 from .norms import FLOATS, know_norm, norm_arguments
 from .patching import is_plain
@@ -249,10 +249,10 @@ def call_module(module: Any, *args: Any, **options: Any) -> Any:
         own, cls = module.__dict__.get("forward"), type(module)
         stock, inner = getattr(own.__func__, INNER, (None, None)) if isinstance(own, MethodType) else (None, None)
         if inner is not None:
-            if cls.forward is stock and is_plain(module, cls):
+            if cls.forward is stock and is_plain(module, cls) and module._compiled_call_impl is None:
                 return inner(module, *args, **options)
         elif len(args) == 1 and not options:
-            x = args[0]
+            x = value(args[0]) if isinstance(args[0], ResidualStream) else args[0]
             if isinstance(x, (Upcast, Sum)) or taken(x):
                 arguments = norm_arguments(module, x.dtype, x.shape[-1])
                 if arguments is not None:
@@ -278,14 +278,27 @@ class _DeferStream(Defer):
     answered = ("unsqueeze",)
     gives_tensor = ("_ltx_value", "_ltx_call_forward", "_ltx_called")
 
-    def __init__(self, followed: tuple[str, ...], modules: frozenset[str], others: frozenset[str]):
+    def __init__(
+        self, followed: tuple[str, ...], modules: frozenset[str], others: frozenset[str], lists: frozenset[str]
+    ):
         self.followed = followed  # methods of the class that have a part in the stream
         self.modules = modules  # attributes that are modules with a part in it
         self.others = others  # .. and those that get tensors and return them
+        self.lists = lists  # .. and lists of modules with a part in it
+        self.members: set[str] = set()  # variables that stand for a module of such a list
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        if self_attribute(node.iter) in self.lists and isinstance(node.target, ast.Name):
+            self.members.add(node.target.id)
+        self.generic_visit(node)
+        return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         function, arguments = node.func, node.args
         name = self_attribute(function)
+        if getattr(function, "id", "") in self.members:
+            self.generic_visit(node)
+            return call("_ltx_call_module", function, *node.args, keywords=node.keywords)
         if name in self.followed:
             self.generic_visit(node)
             return call(_HELPER_OF.format(name), function.value, *node.args, keywords=node.keywords)
@@ -357,9 +370,10 @@ def _forward(
     methods: tuple[Callable, ...],
     modules: frozenset[str],
     others: frozenset[str],
+    lists: frozenset[str],
     arguments: bool,
 ) -> Union[Callable, str]:
-    defer = _DeferStream(tuple(method.__name__ for method in methods), modules, others)
+    defer = _DeferStream(tuple(method.__name__ for method in methods), modules, others, lists)
     trees = [deferred_tree(stock, defer, arguments), *(deferred_tree(method, defer, True) for method in methods)]
     for tree in trees:
         if isinstance(tree, str):
@@ -373,16 +387,21 @@ def _forward(
 def plan(kind: str, is_deferred: Callable[[type], bool], *followed: str) -> Callable:
     """What a recipe does with a class: its forward, and the methods of it that are `followed`, with deferred values.
 
-    `is_deferred` tells the classes of submodules that are planned so as well.
+    `is_deferred` tells the classes of submodules, and of members of lists of them, that are planned so as well.
     """
 
     def plan_of(module: nn.Module) -> Union[Callable, str]:
         children = [(name, type(child)) for name, child in module.named_children()]
         modules = frozenset(n for n, cls in children if know_norm(cls) or cls is nn.GELU or is_deferred(cls))
         others = frozenset(n for n, cls in children) - modules
+        lists = frozenset(
+            name
+            for name, child in module.named_children()
+            if isinstance(child, nn.ModuleList) and len(child) and all(is_deferred(type(member)) for member in child)
+        )
         cls = type(module)
         methods = (getattr(cls, name) for name in followed)
         followed_methods = tuple(method for method in methods if is_of(method, cls.__module__))
-        return _forward(cls.forward, kind, followed_methods, modules, others, arguments=is_deferred(cls))
+        return _forward(cls.forward, kind, followed_methods, modules, others, lists, arguments=is_deferred(cls))
 
     return plan_of
