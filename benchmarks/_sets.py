@@ -51,8 +51,8 @@ def rmsnorm() -> list[Problem]:
     problems = [Problem("rms_norm", s, BF16, ALL if s in MODEL_SIZES[::3] else FAST) for s in shapes]
     for dtype in (FP16, FP32):
         problems += [Problem("rms_norm", s, dtype, FAST) for s in [*MODEL_SIZES, (1024, 2048)]]
-    backward = [(5376, 2048), (16384, 4096), (65536, 2048)]
-    problems += [Problem("rms_norm_backward", s, BF16) for s in backward]
+    backward = MODEL_SIZES + [s for s in heads if s[0] * s[1] == 1 << 26]
+    problems += [Problem("rms_norm_backward", s, BF16, ALL if s in MODEL_SIZES[::3] else FAST) for s in backward]
     return [*problems, host_of("rms_norm")]
 
 
