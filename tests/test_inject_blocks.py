@@ -56,6 +56,40 @@ def test_gelu_epilogue_is_the_tanh_formula(blocks, dtype):
     assert torch.equal(compiled, y)
 
 
+def test_heads_joined_keep_their_layout(inner, device, dtype):
+    """Of a slice of one QKV projection too; what torch.cat makes of heads that lie so is contiguous, and slow."""
+    joined = inner("heads").joined
+    packed = torch.randn(2, 5, 3 * 4 * 8, device=device).to(dtype)
+    image, text = packed[..., 32:64].unflatten(-1, (4, 8)), torch.randn(2, 3, 4, 8, device=device).to(dtype)
+    for parts, dim in (([text, image], 1), ([image.transpose(1, 2), text.transpose(1, 2)], 2)):
+        result = joined(parts, dim)
+        assert torch.equal(result, torch.cat(parts, dim=dim))
+        assert (result if dim == 1 else result.transpose(1, 2)).is_contiguous()
+    assert torch.equal(joined([image.contiguous(), image], -1), torch.cat([image, image], -1))
+
+
+@torch.no_grad()
+def test_a_slice_of_the_tokens_gets_its_bias_in_the_gemm(blocks, device, dtype):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.overloadpacket)
+            return function(*args, **(kwargs or {}))
+
+    linear = nn.Linear(16, 24, device=device, dtype=dtype)
+    x = torch.randn(2, 7, 16, device=device, dtype=dtype)
+    exact = linear.double()(x[:, 2:].double())
+    linear.to(dtype)
+    stock = linear(x[:, 2:])
+    with Ops():
+        result = blocks.call_plain(linear, x[:, 2:])
+    assert result.shape == stock.shape and torch.ops.aten.add_ not in seen
+    assert (result - exact).norm() <= 1.01 * (stock - exact).norm() + 1e-6 * exact.norm()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("first", ["norm", "value", "add"])
 def test_a_stream_taken_over_leaves_the_one_before_what_it_was(blocks, device, first):

@@ -161,8 +161,11 @@ def call_plain(module: Any, x: Any) -> Any:
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return module(x)
     if cls is nn.Linear and is_plain_linear(module):
-        parameters = module._parameters
-        return F.linear(x, parameters["weight"], parameters["bias"])
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        if bias is None or x.is_contiguous():
+            return F.linear(x, weight, bias)
+        # Tokens of a batch, a slice of theirs: torch would add the bias after the GEMM, in a pass of its own.
+        return F.linear(x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
     if cls is nn.Dropout and not module.training and is_plain(module, cls) and cls.forward is _FORWARDS[cls]:
         return x
     return module(x)
