@@ -122,6 +122,18 @@ def test_whatever_stands_between_blocks_gets_a_tensor(k, ltx):
     assert differences(run(model, inputs), expected) < 1e-5
 
 
+def test_a_hook_on_all_modules_sees_the_blocks(k, ltx):
+    model, inputs, expected = ltx
+    k.inject_optimized_kernels(model)
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, result: seen.append(module))
+    try:
+        assert differences(run(model, inputs), expected) < 1e-5
+    finally:
+        handle.remove()
+    assert all(any(module is block for module in seen) for block in model.transformer_blocks)
+
+
 def test_a_block_put_between_others_after_injection_gets_a_tensor(k, ltx):
     model, inputs, _ = ltx
     k.inject_optimized_kernels(model)

@@ -83,7 +83,7 @@ def test_sequential_cpu_offload(k, ltx, device, order):
     result = offloaded(k, model, to(inputs, device), order, lambda m: accelerate.cpu_offload(m, torch.device(device)))
     assert differences(result, expected) < 1e-5
     assert model.transformer_blocks[0].attn1.norm_q.weight.is_meta  # the hooks were not lost
-    assert count(model, **to(inputs, device))["residual_ada_norm"] >= 3
+    assert count(model, **to(inputs, device))["residual_ada_norm"] == 3  # each block has a hook: none hands on
     assert k.remove_optimized_kernels(model)
     assert differences([r.cpu() for r in run(model, to(inputs, device))], expected) < 1e-5
     assert not count(model, **to(inputs, device))
@@ -106,7 +106,7 @@ def test_group_offload(k, ltx, device, order, kind):
 
     model, inputs, expected = ltx
     assert differences(offloaded(k, model, to(inputs, device), order, offload), expected) < 1e-5
-    assert count(model, **to(inputs, device))["residual_ada_norm"] >= 3
+    assert count(model, **to(inputs, device))["residual_ada_norm"] == 3  # each block has a hook: none hands on
 
 
 @pytest.mark.gpu

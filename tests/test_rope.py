@@ -106,8 +106,8 @@ def test_grouped_queries(k, device, dtype):
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_numbers_of_heads(k, device, dtype, interleaved):
-    for heads in (24, 25, 255, 256, 515):  # a thread has two or four, which follow each other
+def test_no_head_is_left_out_whatever_their_number(k, device, dtype, interleaved):
+    for heads in (24, 25, 255, 256, 515):  # those of a thread lie 4, 1, 64, .. apart
         q = torch.randn(2, 3, heads, 16, device=device).to(dtype)
         for kind in ("shared", "heads"):
             cos, sin = make_table(kind, 2, 3, heads, 16, device, FP32, interleaved)

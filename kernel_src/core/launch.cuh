@@ -17,6 +17,7 @@ struct RowLaunch {
 };
 
 constexpr int kMaxThreadsPerRow = 512;
+constexpr int kBlockThreads = 128;  // short rows share a block of so many
 
 // For __launch_bounds__. 0 leaves to the compiler how many blocks an SM should hold, and to fit more of them it spills
 // in a kernel of many values; with 1 it takes the registers instead.

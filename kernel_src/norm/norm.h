@@ -46,7 +46,7 @@ struct NormBackwardParams {
 constexpr int64_t kFusedColumns = 8192;
 
 // How the fused backward is spread: tuning as data, measured on an H200
-// (benchmarks/results/h200/tuning/norm_backward.txt, norm_backward_few_rows.txt).
+// (benchmarks/results/h200/tuning/norm_backward.txt, norm_backward_few_rows.txt, spreads_and_hints.txt).
 struct BackwardSpread {
   int segments;       // blocks a row, a cluster where there are several; 0: it is too long
   int walkers;        // blocks, or clusters, that walk over the rows: as many as the 132 SMs of an H100 hold at a time

@@ -8,8 +8,9 @@
 
 namespace ltx_kernels {
 
-// How a row is spread: tuning as data, measured on an H200 (benchmarks/results/h200/tuning/norm_waiting_operands.txt).
-// More vectors a thread need fewer threads a row, and so fewer barriers and addresses, but leave fewer rows in flight.
+// How a row is spread: tuning as data, measured on an H200 (benchmarks/results/h200/tuning/norm_waiting_operands.txt,
+// spreads_and_hints.txt). More vectors a thread need fewer threads a row, and so fewer barriers and addresses, but
+// leave fewer rows in flight.
 struct Spread {
   int vectors;     // a thread
   int rows;        // a thread, at a time, where nothing but x and residual differs between them
@@ -17,14 +18,14 @@ struct Spread {
   int pieces = 1;  // blocks a row where nothing is summed
 };
 
-constexpr int kBlockThreads = 128;  // at least
-
 inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vectors) {
   const bool layer = statistic == Statistic::kLayer;
+  // Pieces of kBlockThreads vectors and more. [64, 2048] bf16, 256 vectors, takes 0.98 us in one and 1.09 in two.
   if (statistic == Statistic::kNone)
     return {1, 1, 1, row_vectors <= 256 ? 1 : static_cast<int>(row_vectors / kBlockThreads)};
   if (has.residual) {
-    // [5376, 4096] bf16: add_rms_norm takes 49.2 us with two, 50.2 with one; residual_ada_norm 50.8 and 49.8.
+    // [5376, 4096] bf16: add_rms_norm takes 49.2 us with two, 50.2 with one; residual_ada_norm 50.8 and 49.8. With four
+    // add_rms_norm takes 48.7, but one row 6.3 for 5.2.
     const int64_t for_one = layer ? 0 : has.scale ? 512 : 256;
     return {row_vectors <= for_one ? 1 : row_vectors <= 1024 ? 2 : 4, 1, 1};
   }
@@ -36,6 +37,7 @@ inline Spread choose_spread(const Has& has, Statistic statistic, int64_t row_vec
   }
   if (row_vectors > 2048)
     return {8, 1, row_vectors <= 4096 ? 4 : kMaxSegments};  // [2048, 32768] bf16: 68.8 us, 76.5 in one
+  // [1024, 8192] bf16 takes 9.6 us with four, 9.9 with eight; of 4096 rows and more they are level.
   return {row_vectors <= 512 ? 2 : row_vectors <= 1024 ? 4 : 8, 1, 1};
 }
 
@@ -105,7 +107,9 @@ bool try_fast(const NormParams& p, unsigned parts, const Plan& plan, cudaStream_
   constexpr std::integral_constant<int, 2> k2;
   constexpr std::integral_constant<int, 4> k4;
   constexpr std::integral_constant<int, 8> k8;
-  if constexpr (kParts & kResidual) {
+  if constexpr (kStatistic == Statistic::kNone) {
+    return try_spread(k1, k1);
+  } else if constexpr (kParts & kResidual) {
     if constexpr (!kLayer) {
       if (try_spread(k1, k1)) return true;
     }

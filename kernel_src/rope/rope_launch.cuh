@@ -30,7 +30,6 @@ constexpr int head_rows(bool interleaved, Statistic statistic, bool grid) {
 }
 constexpr int kBatchRows = 2;
 constexpr int64_t kUnitsForOneEach = 128;
-constexpr int kBlockThreads = 128;
 
 struct RopePlan {
   RopeShape shape;
@@ -136,6 +135,7 @@ inline RopeFast rope_fast(const RopeParams& p, const RopePlan& plan, int64_t* bl
     to.inner_places = Divisor(inner_places);
     const int64_t places = inner_places * (plan.row_is_token ? 1 : batches);
     to.places = Divisor(places);
+    // A block has a power of two of rows, so this is one; it divides the places, so that no row is left out.
     to.apart = static_cast<int>(std::gcd<int64_t>(plan.config.rows_per_block, inner_places));
     to.x = fast_operand(side.x, plan, to.apart);
     to.y = fast_operand(side.y, plan, to.apart);

@@ -60,15 +60,18 @@ class ResidualStream(Deferred):
 
     `add` takes a branch, and whatever comes next adds it: a `norm` in the same pass, else `value`. So a recipe reads as
     the block does, and the fusion is here, once. Made of the stream that the block before returns, it takes over the
-    branch that this one has left.
+    branch that is left there; whichever adds it first, both have the sum.
     """
+
+    operands = ()  # it settles itself, see _settle
 
     def __init__(self, x: Union[Tensor, "ResidualStream"], statistic: str = "rms"):
         self._branch: Optional[Tensor] = None
         self._gate: Optional[Modulation] = None
         self._taken_over: Optional[ResidualStream] = None
         if isinstance(x, ResidualStream):
-            self._taken_over, self._branch, self._gate, x = x, x._branch, x._gate, x._x
+            self._taken_over = None if x._branch is None else x  # else it has nothing left to settle
+            self._branch, self._gate, x = x._branch, x._gate, x._x
         self._x = x
         self._statistic = statistic
         self.shape, self.dtype = x.shape, x.dtype
@@ -90,10 +93,10 @@ class ResidualStream(Deferred):
         return self._x
 
     def _settle(self, total: Tensor) -> None:
-        self._x, self._branch, self._gate = total, None, None
-        if self._taken_over is not None:
-            self._taken_over._settle(total)
-            self._taken_over = None
+        before, branch = self._taken_over, self._branch
+        self._x, self._branch, self._gate, self._taken_over = total, None, None, None
+        if before is not None and before._branch is branch:  # it may have been added to since
+            before._settle(total)
 
     def norm(self, norm: nn.Module, scale: Optional[Modulation] = None, shift: Optional[Modulation] = None) -> Tensor:
         """norm(x) * (1 + scale) + shift, with the norm's own weight, bias and epsilon."""
@@ -132,6 +135,12 @@ def is_plain_linear(module: nn.Module) -> bool:
 _CALL = nn.Module.__call__
 
 
+def calls_forward(cls: type) -> bool:
+    """Whether calling a module of this class runs its hooks and its forward: there is no hook on all modules either."""
+    has_global_hooks = every_module._global_forward_hooks or every_module._global_forward_pre_hooks
+    return cls.__call__ is _CALL and not has_global_hooks
+
+
 def call_forward(module: Any, *args: Any, **options: Any) -> Any:
     """module(*args, **options), past nn.Module.__call__ where that would only call the forward.
 
@@ -156,16 +165,14 @@ def call_plain(module: Any, x: Any) -> Any:
     cls = type(module)
     if cls not in _FORWARDS:
         return call_forward(module, x)
-    if cls.__call__ is not _CALL or is_dynamo_compiling() or torch.is_grad_enabled():
-        return module(x)
-    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+    if is_dynamo_compiling() or torch.is_grad_enabled() or not calls_forward(cls):
         return module(x)
     if cls is nn.Linear and is_plain_linear(module):
         weight, bias = module._parameters["weight"], module._parameters["bias"]
-        if bias is None or x.is_contiguous():
+        if bias is None or type(x) is not Tensor or x.is_contiguous():
             return F.linear(x, weight, bias)
-        # Tokens of a batch, a slice of theirs: torch would add the bias after the GEMM, in a pass of its own.
-        return F.linear(x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
+        # A slice of the tokens: torch copies it as well, but adds the bias after the GEMM, in a pass of its own.
+        return F.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
     if cls is nn.Dropout and not module.training and is_plain(module, cls) and cls.forward is _FORWARDS[cls]:
         return x
     return module(x)

@@ -113,16 +113,15 @@ def _is_ada_norm(cls: type) -> bool:
     return recipe_for(cls) is _ADA_NORM
 
 
+def _is_ltx_block(cls: type) -> bool:
+    return recipe_for(cls) is ltx.RECIPES[f"{_TRANSFORMERS}ltx", "LTXVideoTransformerBlock"]
+
+
 _ADA_NORM = Recipe("ada_norm", _large(streams.plan("ada_norm", _is_ada_norm)))
 _BLOCK = Recipe("transformer_block", _large(streams.plan("transformer_block", _is_ada_norm)))
 # Wider than SDXL's text, 2048: there one GEMM for key and value of 77 tokens costs the host more than the second GEMM.
 _ATTENTION = Recipe("attention", heads.attention, *packing(heads.projections, min_width=2304))
 _GATED_MLP = Recipe("gated_mlp", _large(decoders.gated_mlp))
-
-
-def _is_ltx_block(cls: type) -> bool:
-    recipe = recipe_for(cls)
-    return recipe is not None and recipe.kind == "ltx_video.block"
 
 
 #: recipe -> module that defines a class: names of classes

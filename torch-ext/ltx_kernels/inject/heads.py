@@ -174,18 +174,18 @@ class Joined(Deferred):
         return self.value().shape
 
     def compute(self) -> Tensor:
-        return joined(value(self.parts), self.along)
+        return concatenated(value(self.parts), self.along)
 
 
-def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """torch.cat, several times as fast where parts are heads [B, H, S, d] that lie as [B, S, H, d], or are strided.
+def concatenated(parts: list[Tensor], dim: int) -> Tensor:
+    """torch.cat, but heads [B, H, S, d] that lie as [B, S, H, d] stay so, and so does what attention makes of them.
 
-    The first stay as they lie, and so does what attention makes of them.
+    Strided parts are copied first: torch.cat of such took 14.9 of 132 ms of GPU time of a step of Stable Diffusion 3.5.
     """
     if torch.compiler.is_compiling():
         return torch.cat(parts, dim=dim)
     if dim == 2 and all(part.dim() == 4 and part.stride(1) < part.stride(2) for part in parts):
-        return joined([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
+        return concatenated([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
     return torch.cat([part.contiguous() for part in parts], dim=dim)
 
 
@@ -284,7 +284,7 @@ class Step:
 
     def cat(self, parts: Any, dim: int = 0) -> Any:
         if not any(isinstance(part, Deferred) for part in parts):
-            return joined(parts, dim)
+            return concatenated(parts, dim)
         if len(parts) == 2 and all(isinstance(part, Heads) and part.computed is None for part in parts):
             rotated, rest = parts
             end = rotated.shape[dim]

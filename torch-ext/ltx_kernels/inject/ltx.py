@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
+from . import deferred
 from .blocks import ResidualStream, call_plain, modulations, packing, project, runs_stock
-from .deferred import INNER, value
+from .deferred import INNER
 from .norms import FLOATS
 from .patching import Recipe, is_plain, own_forward
 
@@ -230,7 +231,9 @@ def _ltx_video_block(names: _Names) -> Callable:
 
     @own_forward("ltx_video.block")
     def forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, encoder_attention_mask=None):
-        return value(inner(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask))
+        return deferred.value(
+            inner(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask)
+        )
 
     setattr(forward, INNER, (names.source.LTXVideoTransformerBlock.forward, inner))
     return forward
