@@ -120,6 +120,17 @@ def test_a_stream_taken_over_leaves_the_one_before_what_it_was(blocks, device, f
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("shape", [(), (1,), (2, 1, 16), (1, 5, 16)])
+@pytest.mark.parametrize("has_table", [False, True])
+def test_a_branch_that_a_hook_has_put_in_is_broadcast(blocks, device, shape, has_table):
+    x, branch = torch.randn(2, 5, 16, device=device), torch.randn(shape, device=device)
+    gate, table = torch.randn(2, 1, 16, device=device), torch.randn(16, device=device)
+    stream = blocks.ResidualStream(x)
+    stream.add(branch, (gate, table if has_table else None))
+    torch.testing.assert_close(stream.value(), x + (gate + table if has_table else gate) * branch)
+
+
+@torch.no_grad()
 def test_a_stream_added_to_after_it_was_taken_over_keeps_its_branch(blocks, device):
     x, branch, other = torch.randn(3, 2, 5, 16, device=device).unbind()
     before = blocks.ResidualStream(x)

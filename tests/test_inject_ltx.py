@@ -6,6 +6,7 @@ docs/diffusers-integration.md names the test of each feature; a test here checks
 from __future__ import annotations
 
 import copy
+import functools
 import re
 
 import pytest
@@ -119,6 +120,59 @@ def test_whatever_stands_between_blocks_gets_a_tensor(k, ltx):
     model.transformer_blocks[1] = Between()
     expected = run(model, inputs)
     k.inject_optimized_kernels(model)
+    assert differences(run(model, inputs), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["", "transformer_blocks.1"])
+def test_a_wrapper_bound_to_a_module_is_called_and_kept(k, ltx, name):
+    """As caches put theirs; functools.wraps copies the marks of our forward."""
+    model, inputs, _ = ltx
+    module = model.get_submodule(name)
+
+    def wrap():
+        inside = module.forward
+
+        @functools.wraps(inside)
+        def forward(self, *args, **options):
+            result = inside(*args, **options)
+            return (result[0] * 2,) if isinstance(result, tuple) else result * 2
+
+        module.forward = forward.__get__(module)
+
+    def unwrap():
+        del module.__dict__["forward"]
+
+    wrap()
+    expected = run(model, inputs)
+    unwrap()
+    k.inject_optimized_kernels(model)
+    wrap()
+    for _ in range(2):
+        assert differences(run(model, inputs), expected) < 1e-5
+        k.inject_optimized_kernels(model)
+    k.remove_optimized_kernels(model)
+    assert differences(run(model, inputs), expected) < 1e-5
+
+
+def test_a_forward_put_on_the_transformers_class_gets_what_the_caller_gives(k, ltx, monkeypatch):
+    model, inputs, expected = ltx
+    cls = type(model)
+    stock = cls.forward
+    seen = []
+
+    def forward(self, *args, cache=None, **options):
+        seen.append((cache, options["attention_kwargs"]["scale"]))
+        return stock(self, *args, **options)
+
+    options = {"cache": 1, "attention_kwargs": {"scale": 0.5}}
+    k.inject_optimized_kernels(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", forward)
+        assert differences(run(model, {**inputs, **options}), expected) < 1e-5
+        k.remove_optimized_kernels(model)
+        k.inject_optimized_kernels(model)
+        assert differences(run(model, {**inputs, **options}), expected) < 1e-5
+    assert seen == [(1, 0.5)] * 2
     assert differences(run(model, inputs), expected) < 1e-5
 
 

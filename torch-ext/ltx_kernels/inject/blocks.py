@@ -83,8 +83,15 @@ class ResidualStream(Deferred):
 
     def add(self, branch: Tensor, gate: Optional[Modulation] = None) -> None:
         """x + gate * branch"""
-        self.value()
-        self._branch, self._gate = branch, gate
+        x = self.value()
+        if isinstance(branch, Tensor) and branch.shape == self.shape and branch.dtype is self.dtype:
+            self._branch, self._gate = branch, gate
+            return
+        # What a hook has put in its place, zeros of one element to skip it: as torch broadcasts and promotes.
+        if gate is not None:
+            branch = branch * (gate[0] if gate[1] is None else gate[0] + gate[1])
+        self._x = x + branch
+        self.shape, self.dtype = self._x.shape, self._x.dtype
 
     def value(self) -> Tensor:
         if self._branch is not None:
@@ -135,10 +142,11 @@ def is_plain_linear(module: nn.Module) -> bool:
 _CALL = nn.Module.__call__
 
 
-def calls_forward(cls: type) -> bool:
-    """Whether calling a module of this class runs its hooks and its forward: there is no hook on all modules either."""
-    has_global_hooks = every_module._global_forward_hooks or every_module._global_forward_pre_hooks
-    return cls.__call__ is _CALL and not has_global_hooks
+def calls_forward(module: nn.Module) -> bool:
+    """Whether calling a module runs its own hooks and its forward: it is not compiled, no hook is on all modules."""
+    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+        return False
+    return type(module).__call__ is _CALL and module._compiled_call_impl is None
 
 
 def call_forward(module: Any, *args: Any, **options: Any) -> Any:
@@ -165,7 +173,9 @@ def call_plain(module: Any, x: Any) -> Any:
     cls = type(module)
     if cls not in _FORWARDS:
         return call_forward(module, x)
-    if is_dynamo_compiling() or torch.is_grad_enabled() or not calls_forward(cls):
+    if cls.__call__ is not _CALL or is_dynamo_compiling() or torch.is_grad_enabled():
+        return module(x)
+    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return module(x)
     if cls is nn.Linear and is_plain_linear(module):
         weight, bias = module._parameters["weight"], module._parameters["bias"]

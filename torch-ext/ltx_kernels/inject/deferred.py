@@ -21,7 +21,8 @@ from .norms import FLOATS, is_dense, is_transformed
 from .patching import HAS_CUDA
 from .rewriting import call, innermost, parsed, passed_on, recompiled, rewritten
 
-INNER = "_ltx_kernels_inner"
+#: of an own forward: what gets and returns deferred values, of this copy of the package
+INNER = f"_ltx_kernels_inner_{__name__.replace('.', '_')}"
 
 
 def stock_only() -> bool:

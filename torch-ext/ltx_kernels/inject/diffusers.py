@@ -12,7 +12,7 @@ from . import blocks, decoders, heads, ltx, ltx_vae, streams
 from .blocks import call_forward, call_plain, left_to_inductor, linear_gelu_tanh, packing
 from .deferred import stock_only, taken
 from .norms import know_norm, norm_arguments, rms_norm_forward, weight_of
-from .patching import Recipe, own_forward
+from .patching import MARK, Recipe, own_forward
 from .rewriting import innermost, parsed, passed_on, recompiled
 
 
@@ -40,7 +40,7 @@ def _for_large(forward: Callable, cls: type, elements: int) -> Callable:
     either = recompiled(stock, tree, _ltx_stock=stock, _ltx_forward=forward, **helpers)
     # By this name dynamo keeps what sizes were seen.
     either.__code__ = either.__code__.replace(co_name=stock.__qualname__)
-    return functools.wraps(forward)(either)
+    return own_forward(getattr(forward, MARK)[0])(functools.wraps(forward)(either))
 
 
 def _large(plan: Callable) -> Callable:
@@ -49,6 +49,28 @@ def _large(plan: Callable) -> Callable:
     def plan_of(module: nn.Module) -> Union[Callable, str]:
         forward = plan(module)
         return forward if isinstance(forward, str) else _for_large(forward, type(module), blocks.COMPILED_ELEMENTS)
+
+    return plan_of
+
+
+@functools.cache
+def _unless_replaced(forward: Callable, stock: Callable) -> Callable:
+    @own_forward(getattr(forward, MARK)[0])
+    @functools.wraps(forward)
+    def whole(self, *args, **options):
+        if type(self).forward is not stock:
+            return type(self).forward(self, *args, **options)
+        return forward(self, *args, **options)
+
+    return whole
+
+
+def _model(plan: Callable) -> Callable:
+    """The plan of a recipe for a whole model: what replaces its class's forward is called with what the caller gave."""
+
+    def plan_of(module: nn.Module) -> Union[Callable, str]:
+        forward = plan(module)
+        return forward if isinstance(forward, str) else _unless_replaced(forward, type(module).forward)
 
     return plan_of
 
@@ -177,7 +199,7 @@ _FAMILIES: dict[Recipe, dict[str, tuple[str, ...]]] = {
         f"{_TRANSFORMERS}flux2": ("Flux2SwiGLU",),
     },
     # Its blocks hand the residual stream on, and what follows them is an AdaLN.
-    Recipe("ltx_video.transformer", streams.plan("ltx_video.transformer", _is_ltx_block)): {
+    Recipe("ltx_video.transformer", _model(streams.plan("ltx_video.transformer", _is_ltx_block))): {
         f"{_TRANSFORMERS}ltx": ("LTXVideoTransformer3DModel",),
     },
     Recipe("gated_mlp", _large(lambda module: _z_image_mlp)): {f"{_TRANSFORMERS}z_image": ("FeedForward",)},

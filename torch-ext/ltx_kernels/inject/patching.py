@@ -44,7 +44,7 @@ def own_forward(kind: str) -> Callable:
 
     def mark(function: Callable) -> Callable:
         function.__name__ = "forward"  # see the module docstring: what a pickle looks up
-        setattr(function, MARK, kind)
+        setattr(function, MARK, (kind, function))
         return function
 
     return mark
@@ -52,8 +52,11 @@ def own_forward(kind: str) -> Callable:
 
 def kind_of(forward: Any) -> Optional[str]:
     """The kind of an own forward of this package (of any loaded version of it); None for anything else."""
-    # A hook's wrapper copies the attributes of what it wraps, so only a bound method counts.
-    return getattr(forward.__func__, MARK, None) if isinstance(forward, MethodType) else None
+    if not isinstance(forward, MethodType):  # a hook's wrapper
+        return None
+    # Whoever wraps a forward may copy its attributes (functools.wraps), and bind the wrapper to the module as well.
+    kind, function = getattr(forward.__func__, MARK, (None, None))
+    return kind if function is forward.__func__ else None
 
 
 def is_plain(module: nn.Module, cls: type) -> bool:
@@ -70,7 +73,7 @@ def is_plain(module: nn.Module, cls: type) -> bool:
         return False
     # No getattr with a default on the method itself: to torch 2.11's dynamo a method has no __func__ then.
     function = own.__func__
-    return getattr(function, MARK, None) is not None or function is cls.forward
+    return getattr(function, MARK, (None, None))[1] is function or function is cls.forward
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from typing import Any, Callable, Optional, Union
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from .. import functional
 from .blocks import ResidualStream, call_forward, calls_forward, linear_gelu_tanh
@@ -250,8 +249,7 @@ def call_module(module: Any, *args: Any, **options: Any) -> Any:
         own, cls = module.__dict__.get("forward"), type(module)
         stock, inner = getattr(own.__func__, INNER, (None, None)) if isinstance(own, MethodType) else (None, None)
         if inner is not None:
-            is_called = is_dynamo_compiling() or calls_forward(cls) and module._compiled_call_impl is None
-            if is_called and cls.forward is stock and is_plain(module, cls):
+            if cls.forward is stock and calls_forward(module) and is_plain(module, cls):
                 return inner(module, *args, **options)
         elif len(args) == 1 and not options:
             x = value(args[0]) if isinstance(args[0], ResidualStream) else args[0]  # the sum first: once a model
