@@ -145,7 +145,6 @@ _BLOCK = Recipe("transformer_block", _large(streams.plan("transformer_block", _i
 _ATTENTION = Recipe("attention", heads.attention, *packing(heads.projections, min_width=2304))
 _GATED_MLP = Recipe("gated_mlp", _large(decoders.gated_mlp))
 
-
 #: recipe -> module that defines a class: names of classes
 _FAMILIES: dict[Recipe, dict[str, tuple[str, ...]]] = {
     _ADA_NORM: {

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from .. import functional
 from . import deferred
 from .blocks import ResidualStream, call_plain, modulations, packing, project, runs_stock
-from .deferred import INNER
 from .norms import FLOATS
 from .patching import Recipe, is_plain, own_forward
 
@@ -235,7 +234,7 @@ def _ltx_video_block(names: _Names) -> Callable:
             inner(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask)
         )
 
-    setattr(forward, INNER, (names.source.LTXVideoTransformerBlock.forward, inner))
+    setattr(forward, deferred.INNER, (names.source.LTXVideoTransformerBlock.forward, inner))
     return forward
 
 

@@ -30,7 +30,8 @@ class Recipe(NamedTuple):
     removed: Optional[Callable[[nn.Module], None]] = None
 
 
-MARK = "_ltx_kernels_kind"
+#: of an own forward: (kind, the function itself)
+MARK = "_ltx_kernels_forward"
 
 #: where a part of a fused block has its own forward, see `install`
 PART = "_ltx_kernels_part"
